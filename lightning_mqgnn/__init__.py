@@ -1,0 +1,27 @@
+"""Train graph neural networks with PyTorch Lightning: `Trainer(strategy="mqgnn")` and `MQGNNDataModule`.
+
+The way of the data: `plan` -> `sampling` -> `prepare` -> `transfer`, run by `pipeline` through `queues`, put together
+in `loader` and `datamodule`. The way of the gradients: `strategy` -> `racom`.
+"""
+
+from lightning_mqgnn.datamodule import MQGNNDataModule
+from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.pipeline import Pipeline, Stage
+from lightning_mqgnn.plan import EpochPlan
+from lightning_mqgnn.queues import StageQueue
+from lightning_mqgnn.racom import GradientExchange
+from lightning_mqgnn.sampling import NeighborSampler, SampledSubgraph
+from lightning_mqgnn.strategy import MQGNNStrategy
+
+__all__ = [
+    "EpochPlan",
+    "GradientExchange",
+    "GraphStore",
+    "MQGNNDataModule",
+    "MQGNNStrategy",
+    "NeighborSampler",
+    "Pipeline",
+    "SampledSubgraph",
+    "Stage",
+    "StageQueue",
+]

@@ -1,0 +1,54 @@
+"""BufferPool: memory for batches that is used again when nobody refers to it any more."""
+
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_HEADROOM = 1.125  # batches vary in size: a buffer made a little larger serves the next ones too
+
+
+class BufferPool:
+    """Lends tensors out and takes their memory back when the last reference to it is gone.
+
+    A new buffer costs more than what is copied into it: the kernel clears each page at its first touch. What counts as
+    a reference is the tensor, every view of it, a NumPy array made from it or a graph of autograd that saved it: the
+    memory goes back when torch frees the tensor's storage, not earlier. So a batch may be kept for as long as one
+    likes. Each attribute of a batch has buffers of its own: keeping `y` does not hold on to `x`.
+
+    Args:
+        keep: How many free buffers of a name to keep; more are given back to the system.
+        pin_memory: Page-lock the buffers, for copies to a CUDA device that run in the background.
+    """
+
+    def __init__(self, keep: int = 4, pin_memory: bool = False) -> None:
+        self._keep = keep
+        self._pin_memory = pin_memory
+        self._free: dict[str, deque[np.ndarray]] = {}
+        self.allocations = 0
+
+    def lend(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised, contiguous tensor out of the buffers of `name`."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        free = self._free.setdefault(name, deque(maxlen=self._keep))
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = None
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._allocate(int(nbytes * _HEADROOM))
+        # The tensor's storage holds this very array object and drops it when it is freed itself.
+        loan = buffer[:nbytes]
+        weakref.finalize(loan, free.append, buffer).atexit = False
+        return torch.from_numpy(loan).view(dtype).view(shape)
+
+    def _allocate(self, nbytes: int) -> np.ndarray:
+        self.allocations += 1
+        array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
+        return array

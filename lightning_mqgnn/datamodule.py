@@ -1,0 +1,334 @@
+"""MQGNNDataModule: a graph in, loaders of sampled batches out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_mqgnn.buffers import BufferPool
+from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.loader import MQGNNLoader
+from lightning_mqgnn.pipeline import Stage
+from lightning_mqgnn.plan import EpochPlan
+from lightning_mqgnn.prepare import Prepare
+from lightning_mqgnn.sampling import NeighborSampler
+from lightning_mqgnn.sampling.neighbor import check_num_neighbors
+from lightning_mqgnn.transfer import CUDATransfer, hand_over
+
+InputNodes = Tensor | np.ndarray | Sequence[int] | None
+
+_SPLITS = {"train": "fit", "val": "fit", "test": "test", "pred": "predict"}
+_EVAL_ARGUMENTS = ("num_neighbors", "batch_size", "replace")
+_INSTEAD = {
+    "num_workers": "threads do the work here, see sampling_threads and prepare_threads",
+    "persistent_workers": "threads do the work here, and start in no time",
+    "prefetch_factor": "see queue_size",
+    "pin_memory": "buffers are page-locked whenever the device is a CUDA one",
+    "shuffle": "training is shuffled anew each epoch, evaluation is not",
+    "filter_per_worker": "rows are gathered in the prepare stage",
+    "subgraph_type": "subgraphs are directional",
+    "directed": "subgraphs are directional",
+    "disjoint": "it is not supported",
+    "time_attr": "temporal sampling is not supported",
+    "weight_attr": "weighted sampling is not supported",
+    "transform_sampler_output": "see transform",
+    "loader": "batches are always sampled neighbourhoods",
+}
+
+
+class MQGNNDataModule(LightningDataModule):
+    """Loads a graph's training, validation, test and prediction batches, prepared ahead of their use.
+
+    A batch is the `Data` that PyG's `NeighborLoader` yields, with the same attributes. It is a pure function of
+    (`seed`, epoch, global batch index): the same for any number of threads and any queue size. Evaluation batches do
+    not depend on the epoch. Over all ranks, each seed node is in exactly one batch per epoch.
+
+    Works under a Trainer with any strategy, and by hand::
+
+        dm.setup("fit")
+        for batch in dm.train_dataloader():
+            ...
+
+    Args:
+        data: A homogeneous graph, a `GraphStore`, or the path of a saved one (mapped: ranks share one copy).
+        input_train_nodes: Seed nodes of training: a boolean mask over the nodes, or node ids. By default the graph's
+            `train_mask`; likewise for the other splits. A batch's `input_id` holds, as in PyG, the node ids if a mask
+            was given and places in the list of ids otherwise.
+        input_val_nodes: Seed nodes of validation; by default `val_mask`.
+        input_test_nodes: Seed nodes of the test; by default `test_mask`.
+        input_pred_nodes: Seed nodes of prediction; by default `pred_mask` if there, else all nodes.
+        num_neighbors: Fan-out per hop, one per layer of the model; -1 takes all neighbours.
+        batch_size: Seed nodes per batch and rank.
+        replace: Draw neighbours with replacement.
+        drop_last: Leave out training seeds that don't fill a batch; otherwise all are visited, each exactly once.
+        transform: Called with each batch in the prepare stage; must be safe to call from `prepare_threads` threads.
+        eval_loader_kwargs: Other values of `num_neighbors`, `batch_size` or `replace` for validation, test and
+            prediction.
+        sampling_threads: Threads that sample; with 0 the next stage's thread does.
+        prepare_threads: Threads that gather features and make batches; with 0 the training thread does.
+        queue_size: Finished items that may wait behind each stage.
+        seed: Seed of shuffling and sampling.
+        check_finite: Refuse NaN and infinity in the graph's attributes.
+
+    Raises:
+        TypeError: An argument has a wrong type, or is one of PyG's that has no meaning here (says what to use).
+        ValueError: A value is out of range, or the graph is inconsistent; names the field, the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        data: Data | GraphStore | str | Path,
+        input_train_nodes: InputNodes = None,
+        input_val_nodes: InputNodes = None,
+        input_test_nodes: InputNodes = None,
+        input_pred_nodes: InputNodes = None,
+        *,
+        num_neighbors: Sequence[int],
+        batch_size: int = 1024,
+        replace: bool = False,
+        drop_last: bool = False,
+        transform: Callable[[Data], Data] | None = None,
+        eval_loader_kwargs: Mapping[str, Any] | None = None,
+        sampling_threads: int = 1,
+        prepare_threads: int = 1,
+        queue_size: int = 2,
+        seed: int = 0,
+        check_finite: bool = False,
+        **unsupported: Any,
+    ) -> None:
+        super().__init__()
+        for name in unsupported:
+            raise TypeError(f"{name}={unsupported[name]!r} is no argument here: {_INSTEAD.get(name, 'remove it')}")
+        if isinstance(data, GraphStore):
+            self.store = data
+        elif isinstance(data, str | Path):
+            self.store = GraphStore.open(data)
+        else:
+            self.store = GraphStore.from_data(data, check_finite=check_finite)
+        self._train_arguments = {"num_neighbors": num_neighbors, "batch_size": batch_size, "replace": replace}
+        self._eval_arguments = {**self._train_arguments, **(eval_loader_kwargs or {})}
+        for name in self._eval_arguments:
+            if name not in _EVAL_ARGUMENTS:
+                raise TypeError(f"eval_loader_kwargs holds {name!r}: give only {', '.join(_EVAL_ARGUMENTS)}")
+        for arguments in (self._train_arguments, self._eval_arguments):
+            check_num_neighbors(arguments["num_neighbors"])
+            _check_int("batch_size", arguments["batch_size"], least=1)
+        _check_int("sampling_threads", sampling_threads, least=0)
+        _check_int("prepare_threads", prepare_threads, least=0)
+        _check_int("queue_size", queue_size, least=1)
+        _check_int("seed", seed, least=0)
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform={transform!r} can't be called: give a function that takes and returns a batch")
+        self._drop_last = bool(drop_last)
+        self._transform = transform
+        self._sampling_threads = sampling_threads
+        self._prepare_threads = prepare_threads
+        self._queue_size = queue_size
+        self._seed = seed
+        self._seeds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
+        for split, nodes in zip(_SPLITS, given, strict=True):
+            name = f"input_{split}_nodes"
+            if nodes is None:
+                name = f"{split}_mask"
+                nodes = self.store.node_attrs.get(name)
+            if nodes is not None:
+                self._seeds[split] = _seed_nodes(name, nodes, self.store.num_nodes)
+        if "pred" not in self._seeds:
+            everything = np.arange(self.store.num_nodes)
+            self._seeds["pred"] = everything, everything
+        self._loaders: dict[str, tuple[object, MQGNNLoader]] = {}
+        self._resume_at: dict[str, int] | None = None
+
+    # Lightning's hooks, in the order in which a Trainer calls them
+
+    def prepare_data(self) -> None:
+        """Compile the kernels, on one rank per machine; the others find them in the disk cache."""
+        self._warm_up()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the kernels and check that every rank gets seed nodes."""
+        self._warm_up()
+        for split, needed_by in _SPLITS.items():
+            if split in self._seeds and stage in (needed_by, None):
+                self._loader(split)
+
+    def train_dataloader(self) -> MQGNNLoader:
+        """The training batches of this rank, in a new order each epoch."""
+        loader = self._loader("train")
+        if self._resume_at is not None:
+            loader.load_state_dict(self._resume_at)
+            self._resume_at = None
+        return loader
+
+    def val_dataloader(self) -> MQGNNLoader | list[Any]:
+        """The validation batches of this rank; an empty list if the graph has no validation nodes."""
+        return self._loader("val") if "val" in self._seeds else []
+
+    def test_dataloader(self) -> MQGNNLoader:
+        """The test batches of this rank."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> MQGNNLoader:
+        """The batches to predict on this rank: consecutive seed nodes, rank after rank."""
+        return self._loader("pred")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Hand a batch over to the training stream; the transfer stage has copied it to the device already."""
+        if not isinstance(batch, Data):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if batch.edge_index.device.type == device.type == "cuda":
+            hand_over(batch)
+        else:
+            batch = batch.to(device)
+        if self.trainer is not None:  # Lightning's converts tensors to, say, float64, but not those inside of a Data
+            tensors = {name: value for name, value in batch.to_dict().items() if isinstance(value, Tensor)}
+            for name, value in self.trainer.precision_plugin.convert_input(tensors).items():
+                if value is not tensors[name]:
+                    batch[name] = value
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data, for a checkpoint."""
+        return {"train": self._loaders["train"][1].state_dict()} if "train" in self._loaders else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue training where the checkpoint was taken."""
+        if "train" in state_dict and (self.trainer is None or self.trainer.state.fn == "fit"):
+            self._resume_at = state_dict["train"]
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End all threads."""
+        for _, loader in self._loaders.values():
+            loader.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End all threads."""
+        self.teardown()
+
+    # Ours
+
+    def replay(self, epoch: int, batch: int, split: str = "train") -> Data:
+        """Rebuild a batch, bit by bit.
+
+        Args:
+            epoch: Its epoch (0 for all splits but `train`).
+            batch: Its global index: the index on its rank times the number of ranks, plus the rank.
+            split: `train`, `val`, `test` or `pred`.
+        """
+        return self._loader(split).replay(epoch, batch)
+
+    def times(self) -> dict[str, dict[str, float]]:
+        """Where the time of this rank's loaders went so far, in seconds.
+
+        Returns:
+            Per split that was read: `wait`, how long the consumer waited for batches, `batches`, how many were
+            prepared, and per stage the time that its threads were busy.
+        """
+        report = {}
+        for split, (_, loader) in self._loaders.items():
+            wait, clocks = loader.times()
+            items = min(clock.items for clock in clocks.values())
+            if items:
+                report[split] = {"wait": wait, "batches": items, **{name: clock.busy for name, clock in clocks.items()}}
+        return report
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loaders": {}}  # made anew where it is unpickled
+
+    def _loader(self, split: str) -> MQGNNLoader:
+        if split not in self._seeds:
+            raise ValueError(
+                f"there are no {split} nodes: give input_{split}_nodes=..., or a graph with a {split}_mask"
+            )
+        rank, world_size, device = self._place()
+        place = rank, world_size, device
+        if split in self._loaders and self._loaders[split][0] == place:
+            return self._loaders[split][1]
+        training = split == "train"
+        arguments = self._train_arguments if training else self._eval_arguments
+        seeds, input_id = self._seeds[split]
+        plan = EpochPlan(
+            num_seeds=len(seeds),
+            batch_size=arguments["batch_size"],
+            world_size=world_size,
+            seed=self._seed,
+            stream=split,
+            shuffle=training,
+            drop_last=training and self._drop_last,
+        )
+        to_cuda = device.type == "cuda"
+        pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=to_cuda)
+        stages = [Stage("prepare", Prepare(self.store, pool, self._transform), self._prepare_threads, self._queue_size)]
+        if to_cuda:
+            stages.append(Stage("transfer", CUDATransfer(device), threads=1, queue_size=self._queue_size))
+        loader = MQGNNLoader(
+            seeds,
+            input_id,
+            plan,
+            rank,
+            NeighborSampler(self.store, arguments["num_neighbors"], arguments["replace"]),
+            stages,
+            self._sampling_threads,
+            self._queue_size,
+            self._training_epoch if training else _always_epoch_0,
+        )
+        self._loaders[split] = place, loader
+        return loader
+
+    def _place(self) -> tuple[int, int, torch.device]:
+        """This process's rank, the number of ranks, and the device."""
+        if self.trainer is not None:
+            return self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu")
+        return 0, 1, torch.device("cpu")
+
+    def _training_epoch(self) -> int | None:
+        """The Trainer's epoch; None by hand."""
+        if self.trainer is None or not self.trainer.training:
+            return None
+        return 0 if self.trainer.overfit_batches > 0 else self.trainer.current_epoch
+
+    def _warm_up(self) -> None:
+        NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up()
+        Prepare(self.store, BufferPool()).warm_up()
+
+
+def _always_epoch_0() -> int:
+    return 0
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: give an integer")
+    if value < least:
+        raise ValueError(f"{name}={value}: give {least} or more")
+
+
+def _seed_nodes(name: str, nodes: InputNodes, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the node ids that `nodes` selects, and what PyG calls them in `input_id`."""
+    chosen = torch.as_tensor(nodes).detach().cpu()
+    if chosen.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(chosen.shape)}: give a mask ({num_nodes},) or a list of node ids")
+    if chosen.dtype == torch.bool:
+        if len(chosen) != num_nodes:
+            raise ValueError(f"{name} has {len(chosen)} entries for {num_nodes} nodes: give one per node")
+        ids = chosen.nonzero().flatten()
+    elif chosen.numel() and (chosen.is_floating_point() or chosen.is_complex()):
+        raise TypeError(f"{name} has dtype {chosen.dtype}: give a boolean mask or integer node ids")
+    else:
+        ids = chosen.long()
+    if not len(ids):
+        raise ValueError(f"{name} selects no node: give at least one seed node, or leave it out")
+    if int(ids.min()) < 0 or int(ids.max()) >= num_nodes:
+        bad = int(ids[(ids < 0) | (ids >= num_nodes)][0])
+        raise ValueError(f"{name} holds node {bad}: ids go from 0 to {num_nodes - 1}")
+    if len(ids.unique()) != len(ids):
+        raise ValueError(f"{name} holds a node more than once: pass {name}.unique()")
+    return ids.numpy(), (ids if chosen.dtype == torch.bool else torch.arange(len(ids))).numpy()

@@ -1,0 +1,273 @@
+"""GraphStore: a graph's topology, features, labels and masks, in memory or memory-mapped from a folder."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+_FORMAT = "lightning_mqgnn graph"
+_VERSION = 1
+_DESCRIPTION = "graph.json"
+_INT32_LIMIT = 2**31 - 1
+_TOPOLOGY = ("colptr", "row", "edge_id")
+
+
+class GraphStore:
+    """A graph in the form that sampling reads: incoming edges of each node side by side (CSC by destination).
+
+    The sources of the edges into node `v` are `row[colptr[v]:colptr[v + 1]]`, in the order in which the edges were
+    given. Ids are int32 where they fit. All arrays are CPU tensors and must not be written to.
+
+    Build one with `from_data` or `open`; the constructor takes arrays that are already in this form.
+
+    Args:
+        colptr: (nodes + 1,) int32 or int64.
+        row: (edges,) int32 or int64, ids of the sources.
+        edge_id: (edges,) where the edge stood in the `edge_index` it came from; None if at the same place.
+        node_attrs: Tensors with one row per node (`x`, `y`, `train_mask`, ...).
+        edge_attrs: Tensors with one row per edge, in the order of `edge_index` (`edge_attr`, `edge_weight`, ...).
+        graph_attrs: Anything else; handed on to every batch as it is.
+    """
+
+    def __init__(
+        self,
+        colptr: Tensor,
+        row: Tensor,
+        edge_id: Tensor | None = None,
+        *,
+        node_attrs: Mapping[str, Tensor] | None = None,
+        edge_attrs: Mapping[str, Tensor] | None = None,
+        graph_attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.colptr = colptr
+        self.row = row
+        self.edge_id = edge_id
+        self.node_attrs = dict(node_attrs or {})
+        self.edge_attrs = dict(edge_attrs or {})
+        self.graph_attrs = dict(graph_attrs or {})
+        self._path: Path | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.colptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of directed edges."""
+        return len(self.row)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of topology, node and edge attributes."""
+        return sum(tensor.nbytes for _, tensor in self._arrays())
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges}, "
+            f"attributes={[*self.node_attrs, *self.edge_attrs, *self.graph_attrs]}, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    @classmethod
+    def from_data(cls, data: Data, *, check_finite: bool = False) -> "GraphStore":
+        """Build the store of a homogeneous PyG graph.
+
+        Args:
+            data: The graph; tensors on an accelerator are copied to the CPU.
+            check_finite: Also look for NaN and infinity in floating-point attributes (reads them once).
+
+        Raises:
+            TypeError: `data` is not a homogeneous `Data`, or `edge_index` is not an integer tensor.
+            ValueError: A shape, a length or an edge is wrong, or, with `check_finite`, a value is not finite.
+        """
+        edge_index = _check_edge_index(data)
+        num_nodes = int(data.num_nodes or 0)
+        num_edges = edge_index.shape[1]
+        _check_range(edge_index, num_nodes)
+        node_attrs, edge_attrs, graph_attrs = {}, {}, {}
+        for name, value in data.to_dict().items():
+            if name in ("edge_index", "num_nodes"):
+                continue
+            if isinstance(value, Tensor):
+                value = value.detach().cpu()
+            if isinstance(value, Tensor) and data.is_node_attr(name):
+                node_attrs[name] = value.contiguous()
+            elif isinstance(value, Tensor) and data.is_edge_attr(name):
+                edge_attrs[name] = value.contiguous()
+            else:
+                _check_not_per_node(name, value, num_nodes)
+                graph_attrs[name] = value
+        for name, tensor in {**node_attrs, **edge_attrs}.items():
+            if check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                first = int((~torch.isfinite(tensor)).flatten(1 if tensor.dim() > 1 else 0).nonzero()[0, 0])
+                raise ValueError(f"data.{name} holds NaN or infinity, first in row {first}: replace it before training")
+
+        source, destination = edge_index.to(_id_dtype(num_nodes))
+        colptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(destination, minlength=num_nodes), 0, out=colptr[1:])
+        colptr = colptr.to(_id_dtype(num_edges))
+        if bool((destination[1:] >= destination[:-1]).all()):
+            return cls(colptr, source.clone(), node_attrs=node_attrs, edge_attrs=edge_attrs, graph_attrs=graph_attrs)
+        order = torch.sort(destination, stable=True).indices
+        return cls(
+            colptr,
+            source[order],
+            order.to(_id_dtype(num_edges)),
+            node_attrs=node_attrs,
+            edge_attrs=edge_attrs,
+            graph_attrs=graph_attrs,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the store to the folder `path`, one `.npy` file per array.
+
+        The folder appears under its name only when it is complete.
+
+        Raises:
+            FileExistsError: `path` exists.
+            TypeError: A graph-level attribute is neither a tensor nor representable in JSON.
+        """
+        path = Path(path)
+        if path.exists():
+            raise FileExistsError(f"path={str(path)!r} exists: remove it or save the graph elsewhere")
+        tensors = {f"graph.{name}": value for name, value in self.graph_attrs.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in self.graph_attrs.items() if not isinstance(value, Tensor)}
+        for name, value in plain.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise TypeError(
+                    f"graph-level attribute {name!r} of type {type(value).__name__} can't be saved: "
+                    "remove it, or make it a tensor, number, string or a list or dict of these"
+                ) from error
+        unfinished = path.with_name(path.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            arrays = {}
+            for name, tensor in [*self._arrays(), *tensors.items()]:
+                np.save(unfinished / f"{name}.npy", _to_numpy(tensor))
+                arrays[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            description = {"format": _FORMAT, "version": _VERSION, "arrays": arrays, "graph_attrs": plain}
+            (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+            unfinished.rename(path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    @classmethod
+    def open(cls, path: str | Path) -> "GraphStore":
+        """Map the store in the folder `path` into memory: processes that open the same folder share one copy.
+
+        Raises:
+            FileNotFoundError: There is no store at `path`, or a file of it is missing.
+            ValueError: The store has another version, or a file is not what its description says.
+        """
+        path = Path(path)
+        if not (path / _DESCRIPTION).is_file():
+            raise FileNotFoundError(f"path={str(path)!r} is no graph store: it holds no {_DESCRIPTION}")
+        description = json.loads((path / _DESCRIPTION).read_text())
+        if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
+            raise ValueError(
+                f"path={str(path)!r} has format {description.get('format')!r}, version {description.get('version')!r}; "
+                f"this release reads {_FORMAT!r}, version {_VERSION}. Save the graph again with this release"
+            )
+        loaded = {name: _map(path / f"{name}.npy", **entry) for name, entry in description["arrays"].items()}
+
+        def group(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): loaded[name] for name in loaded if name.startswith(prefix)}
+
+        store = cls(
+            *(loaded.get(name) for name in _TOPOLOGY),
+            node_attrs=group("node."),
+            edge_attrs=group("edge."),
+            graph_attrs={**group("graph."), **description["graph_attrs"]},
+        )
+        store._path = path.resolve()
+        return store
+
+    def __reduce__(self) -> Any:
+        if self._path is not None:  # another process maps the same files instead of getting a copy
+            return GraphStore.open, (self._path,)
+        return super().__reduce__()
+
+    def _arrays(self) -> Iterator[tuple[str, Tensor]]:
+        for name in _TOPOLOGY:
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
+        for name, tensor in self.node_attrs.items():
+            yield f"node.{name}", tensor
+        for name, tensor in self.edge_attrs.items():
+            yield f"edge.{name}", tensor
+
+
+def _id_dtype(count: int) -> torch.dtype:
+    return torch.int32 if count <= _INT32_LIMIT else torch.int64
+
+
+def _check_edge_index(data: Data) -> Tensor:
+    if isinstance(data, HeteroData):
+        raise TypeError("data is a HeteroData: only homogeneous graphs are supported; data.to_homogeneous() makes one")
+    if not isinstance(data, Data):
+        raise TypeError(f"data is a {type(data).__name__}: give a torch_geometric.data.Data")
+    edge_index = data.edge_index
+    if edge_index is None:
+        raise ValueError("data.edge_index is missing: give a (2, edges) integer tensor of sources and destinations")
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(f"data.edge_index is a {type(edge_index).__name__}: give a (2, edges) integer tensor")
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"data.edge_index has shape {tuple(edge_index.shape)}: it must be (2, edges)")
+    if edge_index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"data.edge_index has dtype {edge_index.dtype}: convert it with edge_index.long()")
+    return edge_index.detach().cpu().as_subclass(Tensor)
+
+
+def _check_range(edge_index: Tensor, num_nodes: int) -> None:
+    if edge_index.numel() == 0 or (int(edge_index.min()) >= 0 and int(edge_index.max()) < num_nodes):
+        return
+    bad = int(((edge_index < 0) | (edge_index >= num_nodes)).any(0).nonzero()[0, 0])
+    source, destination = edge_index[:, bad].tolist()
+    raise ValueError(
+        f"data.edge_index[:, {bad}] = ({source}, {destination}) is outside of the {num_nodes} nodes (0 to "
+        f"{num_nodes - 1}): fix the edge, or set data.num_nodes if the graph has more nodes"
+    )
+
+
+def _check_not_per_node(name: str, value: Any, num_nodes: int) -> None:
+    """Refuse an attribute that should have had a row per node."""
+    if isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask")):
+        raise ValueError(
+            f"data.{name} has shape {tuple(value.shape)} in a graph of {num_nodes} nodes: its first dimension must be "
+            f"{num_nodes}"
+        )
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:  # NumPy has no such type
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy()
+
+
+def _map(file: Path, dtype: str, shape: list[int]) -> Tensor:
+    if not file.is_file():
+        raise FileNotFoundError(f"{str(file)!r} is missing: the graph store is damaged, save the graph again")
+    try:
+        # Copy-on-write: pages are shared until somebody writes to them, and the file is never changed.
+        array = np.load(file, mmap_mode="c" if 0 not in shape else None, allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{str(file)!r} can't be read ({error}): save the graph again") from error
+    tensor = torch.from_numpy(array)
+    if dtype == "bfloat16":
+        tensor = tensor.view(torch.bfloat16)
+    if tensor.dtype != getattr(torch, dtype, None) or list(tensor.shape) != shape:
+        raise ValueError(
+            f"{str(file)!r} holds {tensor.dtype} {tuple(tensor.shape)} where {_DESCRIPTION} says {dtype} "
+            f"{tuple(shape)}: save the graph again"
+        )
+    return tensor

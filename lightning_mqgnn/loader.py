@@ -1,0 +1,137 @@
+"""MQGNNLoader: iterates over the batches of one split on one rank."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch_geometric.data import Data
+
+from lightning_mqgnn.pipeline import Pipeline, Stage, StageClock
+from lightning_mqgnn.plan import EpochPlan
+from lightning_mqgnn.sampling import NeighborSampler
+
+
+class MQGNNLoader:
+    """The batches of one split that fall to one rank, sampled and prepared ahead of their use.
+
+    Made by `MQGNNDataModule`. `iter(loader)` costs nothing: the pass, its epoch and its threads begin at the first
+    `next`. One pass is active at a time; a new one ends the one before.
+
+    Args:
+        seeds: (seeds,) node ids of all ranks.
+        input_id: (seeds,) what batches call them.
+        plan: Which of them come when.
+        rank: This process.
+        sampler: The sample stage.
+        stages: The stages after sampling, see `lightning_mqgnn.pipeline`.
+        sampling_threads: Threads of the sample stage.
+        queue_size: Sampled subgraphs that may wait for the next stage.
+        current_epoch: Asked for the epoch at the start of each pass; None counts the passes.
+    """
+
+    def __init__(
+        self,
+        seeds: np.ndarray,
+        input_id: np.ndarray,
+        plan: EpochPlan,
+        rank: int,
+        sampler: NeighborSampler,
+        stages: list[Stage],
+        sampling_threads: int,
+        queue_size: int,
+        current_epoch: Callable[[], int | None],
+    ) -> None:
+        self.plan = plan
+        self._seeds = seeds
+        self._input_id = input_id
+        self._rank = rank
+        self._sampler = sampler
+        self._stages = [Stage("sample", self._sample, sampling_threads, queue_size), *stages]
+        self._current_epoch = current_epoch
+        self._next_epoch = 0
+        self._epoch = 0
+        self._first_batch = 0
+        self._num_taken = 0
+        self._active: Pipeline | None = None
+        self._clocks = {stage.name: StageClock() for stage in self._stages}
+        self._wait = 0.0
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank; the same on all ranks."""
+        return self.plan.num_batches
+
+    def __iter__(self) -> Iterator[Data]:
+        # A generator: nothing below runs before the first `next`.
+        self.close()
+        epoch = self._current_epoch()
+        self._epoch = self._next_epoch if epoch is None else epoch
+        self._next_epoch = self._epoch + 1
+        self._num_taken, self._first_batch = self._first_batch, 0
+        batches = self.plan.batches(self._epoch, self._rank)
+        tasks = [(self._epoch, i, batches[i]) for i in range(self._num_taken, len(batches))]
+        pipeline = Pipeline(tasks, self._stages)
+        self._active = pipeline
+        try:
+            for batch in pipeline:
+                self._num_taken += 1
+                yield batch
+                del batch  # its memory may be used again as soon as the user lets go of it
+        finally:
+            self._retire(pipeline)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass be that of `epoch` (under a Trainer, its current epoch counts instead)."""
+        self._next_epoch = epoch
+
+    def replay(self, epoch: int, global_batch: int) -> Data:
+        """Rebuild batch `global_batch` = batch * number of ranks + rank of `epoch`, in this thread."""
+        if not 0 <= global_batch < len(self) * self.plan.world_size:
+            raise IndexError(f"batch={global_batch}: an epoch has batches 0 to {len(self) * self.plan.world_size - 1}")
+        batch, rank = divmod(global_batch, self.plan.world_size)
+        result = self._sample((epoch, batch, self.plan.batches(epoch, rank)[batch]), rank)
+        for stage in self._stages[1:]:
+            result = stage.work(result)
+        return result
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the pass stands: its epoch and how many batches were taken from it."""
+        return {"epoch": self._epoch, "batches": self._num_taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass continue where `state` was taken; a pass that was complete is followed by a new one."""
+        complete = state["batches"] >= len(self)
+        self._next_epoch = state["epoch"] + complete
+        self._first_batch = 0 if complete else state["batches"]
+
+    def times(self) -> tuple[float, dict[str, StageClock]]:
+        """Seconds that the consumer waited for batches in all passes, and the clocks of the stages."""
+        totals = {name: StageClock() for name in self._clocks}
+        pipelines = [] if self._active is None else [self._active]
+        for clocks in (self._clocks, *(pipeline.clocks() for pipeline in pipelines)):
+            for name, clock in clocks.items():
+                totals[name].add(clock)
+        return self._wait + sum(pipeline.wait for pipeline in pipelines), totals
+
+    def close(self) -> None:
+        """End the active pass, if there is one, and its threads. The loader may be used again."""
+        if self._active is not None:
+            self._retire(self._active)
+
+    @property
+    def _iterator(self) -> None:
+        """Lightning's `CombinedLoader` sets this attribute to None when it is done, even after an exception."""
+
+    @_iterator.setter
+    def _iterator(self, value: None) -> None:
+        self.close()
+
+    def _sample(self, task: tuple[int, int, np.ndarray], rank: int | None = None) -> Any:
+        epoch, batch, chosen = task
+        global_batch = batch * self.plan.world_size + (self._rank if rank is None else rank)
+        return self._sampler.sample(self._seeds[chosen], self.plan.key(epoch, global_batch), self._input_id[chosen])
+
+    def _retire(self, pipeline: Pipeline) -> None:
+        pipeline.close()
+        if self._active is pipeline:
+            self._wait, self._clocks = self.times()
+            self._active = None

@@ -1,0 +1,204 @@
+"""Pipeline: stages that run at once, each in threads of its own and with a queue behind it."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from lightning_mqgnn.queues import QueueClosed, StageQueue
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline.
+
+    Attributes:
+        name: What reports and errors call it.
+        work: Called with each item; what it returns goes on. Must be safe to call from `threads` threads at once.
+        threads: Threads that do the work; with 0 it is done by the thread that needs its result.
+        queue_size: How many finished items may wait for the next stage (unused with 0 threads).
+    """
+
+    name: str
+    work: Callable[[Any], Any]
+    threads: int = 0
+    queue_size: int = 2
+
+
+class StageClock:
+    """Where the time of one stage went, in seconds, and how many items it finished; of one thread or of several."""
+
+    __slots__ = ("busy", "items", "wait_for_input", "wait_for_room")
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+        self.wait_for_input = 0.0
+        self.wait_for_room = 0.0
+        self.items = 0
+
+    def add(self, other: "StageClock") -> None:
+        """Count `other` in."""
+        for field in self.__slots__:
+            setattr(self, field, getattr(self, field) + getattr(other, field))
+
+
+class Pipeline(Iterator[Any]):
+    """Sends tasks through stages and yields the results in the order of the tasks.
+
+    Threads start at the first `next`. They end when the last result was yielded, when an exception was raised, with
+    `close`, or when the pipeline is dropped. What a stage raises is raised by the `next` that would have yielded the
+    item, with the traceback of the thread where it happened.
+
+    Args:
+        tasks: The items that go into the first stage.
+        stages: The stages, in the order in which items pass them.
+    """
+
+    def __init__(self, tasks: Sequence[Any], stages: Sequence[Stage]) -> None:
+        self._tasks = tasks
+        self._stages = stages
+        self._num_yielded = 0
+        self._clocks: dict[str, list[StageClock]] = {stage.name: [] for stage in stages}
+        self._output: _Chain | None = None
+        self._stop: Callable[[], Any] | None = None
+        self._closed = False
+        self.wait = 0.0
+
+    def __next__(self) -> Any:
+        if self._num_yielded == len(self._tasks):
+            raise StopIteration
+        if self._closed:
+            raise RuntimeError(
+                f"the pipeline was closed after {self._num_yielded} of {len(self._tasks)} items: begin a new pass"
+            )
+        try:
+            if self._output is None:
+                self._output = self._start()
+            began = time.perf_counter()
+            _, item = self._output.get()
+            self.wait += time.perf_counter() - began
+            if isinstance(item, _Failure):
+                raise item.exception
+        except BaseException:
+            self.close()
+            raise
+        self._num_yielded += 1
+        if self._num_yielded == len(self._tasks):
+            self.close()
+        return item
+
+    def close(self) -> None:
+        """Stop the threads and wait for their end: each finishes the item that it has in hand. May be called again."""
+        self._closed = True
+        if self._stop is not None:
+            self._stop()
+
+    def clocks(self) -> dict[str, StageClock]:
+        """Where the time went so far, by stage, over all its threads."""
+        totals = {}
+        for name, clocks in self._clocks.items():
+            totals[name] = StageClock()
+            for clock in list(clocks):
+                totals[name].add(clock)
+        return totals
+
+    def _start(self) -> "_Chain":
+        source: _Tasks | StageQueue[Any] = _Tasks(self._tasks)
+        queues: list[StageQueue[Any]] = []
+        threads: list[threading.Thread] = []
+        inline: list[Stage] = []
+        for stage in self._stages:
+            inline.append(stage)
+            if stage.threads:
+                queue: StageQueue[Any] = StageQueue(stage.queue_size)
+                for i in range(stage.threads):
+                    chain = _Chain(source, inline, self._clocks)
+                    name = f"mqgnn-{stage.name}-{i}"
+                    threads.append(threading.Thread(target=_run, args=(chain, queue), name=name, daemon=True))
+                queues.append(queue)
+                source, inline = queue, []
+        # The threads know their queues but not the pipeline, so that dropping it ends them.
+        self._stop = weakref.finalize(self, _stop, queues, threads)
+        for thread in threads:
+            thread.start()
+        return _Chain(source, inline, self._clocks)
+
+
+class _Tasks:
+    """The tasks, as a queue that is full from the beginning and closed after the last one."""
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        self._tasks = tasks
+        self._next = count()
+
+    def get(self) -> tuple[int, Any]:
+        number = next(self._next)
+        if number >= len(self._tasks):
+            raise QueueClosed
+        return number, self._tasks[number]
+
+
+class _Failure:
+    """An exception on its way to the consumer, in the place of the item that it befell."""
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+
+
+class _Chain:
+    """A source of items and the stages that one thread applies to each of them."""
+
+    def __init__(
+        self, source: "_Tasks | StageQueue[Any]", stages: Sequence[Stage], clocks: dict[str, list[StageClock]]
+    ) -> None:
+        self._source = source
+        self._stages = [(stage, StageClock()) for stage in stages]
+        for stage, clock in self._stages:
+            clocks[stage.name].append(clock)
+
+    @property
+    def last_clock(self) -> StageClock:
+        return self._stages[-1][1]
+
+    def get(self) -> tuple[int, Any]:
+        began = time.perf_counter()
+        number, item = self._source.get()
+        waited = time.perf_counter() - began
+        for stage, clock in self._stages:
+            began = time.perf_counter()
+            clock.wait_for_input, waited = clock.wait_for_input + waited, 0.0
+            if not isinstance(item, _Failure):
+                try:
+                    item = stage.work(item)
+                except StopIteration as error:  # must not look like the end of the data
+                    item = _Failure(RuntimeError(f"stage {stage.name!r} raised StopIteration at item {number}"))
+                    item.exception.__cause__ = error
+                except BaseException as error:
+                    item = _Failure(error)
+            clock.busy += time.perf_counter() - began
+            clock.items += 1
+        return number, item
+
+
+def _run(chain: _Chain, queue: StageQueue[Any]) -> None:
+    clock = chain.last_clock
+    try:
+        while True:
+            number, item = chain.get()
+            began = time.perf_counter()
+            queue.put(number, item)
+            clock.wait_for_room += time.perf_counter() - began
+            del item  # else it would be held here until the next one is ready
+    except QueueClosed:
+        pass
+
+
+def _stop(queues: Sequence[StageQueue[Any]], threads: Sequence[threading.Thread]) -> None:
+    for queue in queues:
+        queue.close()
+    for thread in threads:
+        if thread is not threading.current_thread():  # dropped by its own thread (garbage collection)
+            thread.join()

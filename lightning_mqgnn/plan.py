@@ -1,0 +1,89 @@
+"""EpochPlan: which seed nodes are in which batch on which rank in which epoch."""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """A pure function from (epoch, rank, batch) to positions in the list of seed nodes, and to random keys.
+
+    Every seed is in exactly one batch of one rank per epoch: nothing is padded, and nothing is dropped unless
+    `drop_last` is set. All ranks have the same number of batches. To make both true, the order of the epoch is cut
+    into shards whose sizes differ by at most one seed, and each shard into batches of `batch_size` seeds and a shorter
+    last one. Where the smaller shards would be a batch short (17 seeds on 2 ranks with `batch_size=8`), their last
+    batch gets a seed of the one before; with `batch_size=1`, the larger shards end in a batch of 2.
+
+    Args:
+        num_seeds: Number of seed nodes over all ranks.
+        batch_size: Seed nodes per batch and rank.
+        world_size: Number of ranks.
+        seed: Seed of all random decisions.
+        stream: Keeps the random keys of, say, training and validation apart.
+        shuffle: A new order each epoch; otherwise the given one.
+        drop_last: Only batches of exactly `batch_size` seeds; what is left over is not visited in this epoch.
+
+    Raises:
+        ValueError: A number is out of range, or there are fewer seeds than ranks (or than a batch for each rank, with
+            `drop_last`).
+    """
+
+    num_seeds: int
+    batch_size: int
+    world_size: int = 1
+    seed: int = 0
+    stream: str = "train"
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: give 1 or more seed nodes per batch")
+        if self.num_seeds < self.world_size:
+            raise ValueError(
+                f"{self.num_seeds} seed nodes ({self.stream}) can't be shared by {self.world_size} ranks: "
+                "every rank needs at least one. Use fewer devices or more seed nodes"
+            )
+        if self.num_batches == 0:
+            raise ValueError(
+                f"drop_last=True with batch_size={self.batch_size} leaves no batch of the "
+                f"{self.num_seeds // self.world_size} seed nodes ({self.stream}) of a rank. Use a smaller batch_size"
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches per epoch on each rank."""
+        smallest, larger_shards = divmod(self.num_seeds, self.world_size)
+        if self.drop_last:
+            return smallest // self.batch_size
+        largest = smallest + (larger_shards > 0)
+        return min(-(-largest // self.batch_size), smallest)
+
+    def shard(self, epoch: int, rank: int) -> np.ndarray:
+        """The positions that `rank` visits in `epoch`, in order: int64, (seeds of this rank,)."""
+        smallest, larger_shards = divmod(self.num_seeds, self.world_size)
+        begin = rank * smallest + min(rank, larger_shards)
+        end = begin + smallest + (rank < larger_shards)
+        if not self.shuffle:
+            return np.arange(begin, end)
+        generator = np.random.Generator(np.random.Philox(key=self._digest("order", epoch)))
+        return generator.permutation(self.num_seeds)[begin:end]
+
+    def batches(self, epoch: int, rank: int) -> list[np.ndarray]:
+        """The batches of `rank` in `epoch`, each as positions in the list of seed nodes (int64)."""
+        shard = self.shard(epoch, rank)
+        count = self.num_batches
+        cuts = [min(i * self.batch_size, len(shard) - (count - i)) for i in range(count)]
+        cuts.append(count * self.batch_size if self.drop_last else len(shard))
+        return [shard[begin:end] for begin, end in pairwise(cuts)]
+
+    def key(self, epoch: int, global_batch: int) -> int:
+        """The random key (64 bits) of batch `global_batch` = batch * world_size + rank."""
+        return self._digest("batch", epoch, global_batch)
+
+    def _digest(self, *of: object) -> int:
+        text = repr((self.seed, self.stream, *of)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

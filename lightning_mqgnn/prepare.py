@@ -1,0 +1,90 @@
+"""The prepare stage: gathers the rows that a sampled subgraph needs and makes the batch of them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_mqgnn.buffers import BufferPool
+from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.sampling import SampledSubgraph, kernels
+
+
+class Prepare:
+    """Turns a `SampledSubgraph` into the `Data` that PyG's `NeighborLoader` yields.
+
+    The batch has the attributes of the graph with the rows of its nodes and edges, and `edge_index` (2, edges), `n_id`
+    (nodes,), `e_id` (edges,), `input_id` (seeds,), all int64, `batch_size`, and the lists `num_sampled_nodes` and
+    `num_sampled_edges`. Its tensors are lent by `pool`.
+
+    Safe to call from several threads at once, as far as `transform` is.
+
+    Args:
+        store: Where the rows come from.
+        pool: Where the memory of the batches comes from.
+        transform: Called with each batch; what it returns is the batch.
+    """
+
+    def __init__(self, store: GraphStore, pool: BufferPool, transform: Callable[[Data], Data] | None = None) -> None:
+        self._store = store
+        self._pool = pool
+        self._transform = transform
+
+    def __call__(self, subgraph: SampledSubgraph) -> Data:
+        """Make the batch of `subgraph`."""
+        batch = self._make(subgraph)
+        return batch if self._transform is None else self._transform(batch)
+
+    def warm_up(self) -> None:
+        """Compile the kernels for the dtypes of this graph, or load them from the disk cache."""
+        ids = np.zeros(0, self._store.row.numpy().dtype)
+        positions = np.zeros(0, self._store.colptr.numpy().dtype)
+        nothing = np.zeros(0, np.int32)
+        self._make(SampledSubgraph(ids, np.zeros(1, np.int32), nothing, positions, [0], [0], np.zeros(0, np.int64)))
+
+    def _make(self, subgraph: SampledSubgraph) -> Data:
+        store = self._store
+        num_nodes, num_edges = len(subgraph.node), len(subgraph.row)
+        edge_index = self._pool.lend("edge_index", (2, num_edges), torch.int64)
+        kernels.expand_edges(subgraph.colptr, subgraph.row, edge_index.numpy())
+        n_id = self._pool.lend("n_id", (num_nodes,), torch.int64)
+        n_id.numpy()[:] = subgraph.node
+        e_id = self._pool.lend("e_id", (num_edges,), torch.int64)
+        if store.edge_id is None:
+            e_id.numpy()[:] = subgraph.position
+        else:
+            kernels.gather_ids(store.edge_id.numpy(), subgraph.position, e_id.numpy())
+
+        batch = Data(edge_index=edge_index)
+        for name, tensor in store.node_attrs.items():
+            batch[name] = self._gather(name, tensor, subgraph.node)
+        for name, tensor in store.edge_attrs.items():
+            batch[name] = self._gather(name, tensor, e_id.numpy())
+        for name, value in store.graph_attrs.items():
+            batch[name] = value
+        batch.n_id = n_id
+        batch.e_id = e_id
+        batch.num_sampled_nodes = subgraph.num_sampled_nodes
+        batch.num_sampled_edges = subgraph.num_sampled_edges
+        batch.input_id = torch.from_numpy(subgraph.input_id)
+        batch.batch_size = subgraph.num_seeds
+        return batch
+
+    def _gather(self, name: str, source: Tensor, index: np.ndarray) -> Tensor:
+        out = self._pool.lend(name, (len(index), *source.shape[1:]), source.dtype)
+        if source.shape[1:].numel():
+            kernels.gather_rows(_words(source), index, _words(out))
+        return out
+
+
+def _words(tensor: Tensor) -> np.ndarray:
+    """The rows of a contiguous tensor as a matrix of the widest unsigned words that divide them."""
+    row_bytes = tensor.shape[1:].numel() * tensor.itemsize
+    word = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+    rows = tensor.reshape(len(tensor), tensor.shape[1:].numel())
+    if tensor.dtype in (torch.bool, torch.bfloat16):
+        rows = rows.view(torch.uint8)
+    words: np.ndarray = rows.numpy().view(f"u{word}")
+    return words

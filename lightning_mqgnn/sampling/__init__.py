@@ -1,0 +1,6 @@
+"""Samplers: seed nodes and a random key in, a message-flow block out."""
+
+from lightning_mqgnn.sampling.neighbor import NeighborSampler
+from lightning_mqgnn.sampling.subgraph import SampledSubgraph
+
+__all__ = ["NeighborSampler", "SampledSubgraph"]

@@ -1,0 +1,147 @@
+"""NeighborSampler: uniform neighbour sampling (Hamilton et al., GraphSAGE, 2017, algorithm 2)."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.sampling import kernels
+from lightning_mqgnn.sampling.subgraph import SampledSubgraph
+
+_log = logging.getLogger(__name__)
+
+_MAX_TAG = 2**31 - 1  # a tag fills the upper half of an int64
+
+
+class NeighborSampler:
+    """Draws for each frontier node of each hop up to `num_neighbors[hop]` of its incoming edges.
+
+    The result has the meaning of PyG's `NeighborSampler` (directional subgraphs): seeds first, nodes in order of
+    discovery, edges by hop. What is drawn depends on `key`, the hop and the node alone, never on the state of a
+    process or on what else is in the batch.
+
+    Safe to call from several threads at once. Each concurrent call holds 8 bytes per node of the graph as scratch
+    memory, which is kept for later calls.
+
+    Args:
+        store: The graph.
+        num_neighbors: Fan-out per hop; -1 takes all neighbours.
+        replace: Draw with replacement; then a node with any neighbours gets exactly `num_neighbors[hop]` draws.
+
+    Raises:
+        ValueError: `num_neighbors` is empty or holds a number below -1.
+        TypeError: `num_neighbors` is not a sequence of integers.
+    """
+
+    def __init__(self, store: GraphStore, num_neighbors: Sequence[int], replace: bool = False) -> None:
+        self.num_neighbors = check_num_neighbors(num_neighbors)
+        self.replace = bool(replace)
+        self._num_nodes = store.num_nodes
+        self._colptr = store.colptr.numpy()
+        self._row = store.row.numpy()
+        self._fanouts = np.asarray(self.num_neighbors, np.int64)
+        self._idle: deque[_Scratch] = deque()
+
+    def sample(self, seeds: np.ndarray, key: int, input_id: np.ndarray | None = None) -> SampledSubgraph:
+        """Sample the block of `seeds`.
+
+        Args:
+            seeds: (seeds,) node ids, any integer dtype.
+            key: Random key, 64 bits.
+            input_id: (seeds,) what to call the seeds in the batch; their place in `seeds` if left out.
+        """
+        try:
+            scratch = self._idle.pop()
+        except IndexError:
+            scratch = _Scratch(self._num_nodes, self._row.dtype, self._colptr.dtype)
+        num_seeds = len(seeds)
+        hop_nodes = np.zeros(len(self._fanouts) + 1, np.int64)
+        hop_edges = np.zeros(len(self._fanouts), np.int64)
+        scratch.reserve(num_seeds + 1)
+        while True:
+            scratch.node[:num_seeds] = seeds
+            if kernels.sample_neighbors(
+                self._colptr,
+                self._row,
+                self._fanouts,
+                self.replace,
+                np.uint64(key),
+                num_seeds,
+                scratch.next_tag(),
+                scratch.table,
+                scratch.node,
+                scratch.neighbor,
+                scratch.colptr,
+                scratch.row,
+                scratch.position,
+                hop_nodes,
+                hop_edges,
+            ):
+                break
+            scratch.reserve(2 * len(scratch.row))
+        num_edges = int(hop_edges.sum())
+        num_frontier = int(hop_nodes[:-1].sum())
+        subgraph = SampledSubgraph(
+            node=scratch.node[: hop_nodes.sum()].copy(),
+            colptr=scratch.colptr[: num_frontier + 1].copy(),
+            row=scratch.row[:num_edges].copy(),
+            position=scratch.position[:num_edges].copy(),
+            num_sampled_nodes=hop_nodes.tolist(),
+            num_sampled_edges=hop_edges.tolist(),
+            input_id=np.arange(num_seeds) if input_id is None else input_id,
+        )
+        self._idle.append(scratch)
+        return subgraph
+
+    def warm_up(self) -> None:
+        """Compile the kernel, or load it from the disk cache, so that no batch pays for it."""
+        if not kernels.compiled_before(kernels.sample_neighbors):
+            _log.info("Compiling the sampling kernels, once on this machine: some 10 seconds.")
+        self.sample(np.zeros(0, self._row.dtype), key=0)
+
+
+class _Scratch:
+    """The arrays of one running call: a table entry per node of the graph, and outputs that grow when too short."""
+
+    def __init__(self, num_nodes: int, id_dtype: np.dtype, position_dtype: np.dtype) -> None:
+        self.table = np.zeros(num_nodes, np.int64)
+        self._tag = 0
+        self._id_dtype = id_dtype
+        self._position_dtype = position_dtype
+        self._allocate(1024)
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > len(self.row):
+            self._allocate(capacity)
+
+    def next_tag(self) -> int:
+        if self._tag == _MAX_TAG:
+            self.table.fill(0)
+            self._tag = 0
+        self._tag += 1
+        return self._tag
+
+    def _allocate(self, capacity: int) -> None:
+        self.node = np.empty(capacity, self._id_dtype)
+        self.neighbor = np.empty(capacity, self._id_dtype)
+        self.colptr = np.empty(capacity + 1, np.int32)
+        self.row = np.empty(capacity, np.int32)
+        self.position = np.empty(capacity, self._position_dtype)
+
+
+def check_num_neighbors(num_neighbors: Sequence[int]) -> tuple[int, ...]:
+    """Return `num_neighbors` as a tuple of ints, or say what is wrong with it."""
+    if not isinstance(num_neighbors, list | tuple):
+        raise TypeError(f"num_neighbors={num_neighbors!r} is not a list with one fan-out per hop, e.g. [15, 10]")
+    for fanout in num_neighbors:
+        if isinstance(fanout, bool) or not isinstance(fanout, int | np.integer):
+            raise TypeError(
+                f"num_neighbors={list(num_neighbors)} holds {fanout!r}: give integers, -1 for all neighbours"
+            )
+        if fanout < -1:
+            raise ValueError(f"num_neighbors={list(num_neighbors)} holds {fanout}: give -1 (all neighbours), 0 or more")
+    if not num_neighbors:
+        raise ValueError("num_neighbors=[] has no hop: give one fan-out per layer of the model, e.g. [15, 10]")
+    return tuple(int(fanout) for fanout in num_neighbors)
