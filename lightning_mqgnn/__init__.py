@@ -12,6 +12,7 @@ from lightning_mqgnn.queues import StageQueue
 from lightning_mqgnn.racom import GradientExchange
 from lightning_mqgnn.sampling import NeighborSampler, SampledSubgraph
 from lightning_mqgnn.strategy import MQGNNStrategy
+from lightning_mqgnn.synthetic import synthetic_graph
 
 __all__ = [
     "EpochPlan",
@@ -24,4 +25,5 @@ __all__ = [
     "SampledSubgraph",
     "Stage",
     "StageQueue",
+    "synthetic_graph",
 ]

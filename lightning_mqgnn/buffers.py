@@ -50,5 +50,7 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> np.ndarray:
         self.allocations += 1
-        array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
+        if not self._pin_memory:
+            return np.empty(nbytes, np.uint8)  # NumPy asks for huge pages
+        array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return array

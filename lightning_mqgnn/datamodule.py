@@ -110,8 +110,12 @@ class MQGNNDataModule(LightningDataModule):
             self.store = GraphStore.open(data)
         else:
             self.store = GraphStore.from_data(data, check_finite=check_finite)
-        self._train_arguments = {"num_neighbors": num_neighbors, "batch_size": batch_size, "replace": replace}
-        self._eval_arguments = {**self._train_arguments, **(eval_loader_kwargs or {})}
+        self._train_arguments: dict[str, Any] = {
+            "num_neighbors": num_neighbors,
+            "batch_size": batch_size,
+            "replace": replace,
+        }
+        self._eval_arguments: dict[str, Any] = {**self._train_arguments, **(eval_loader_kwargs or {})}
         for name in self._eval_arguments:
             if name not in _EVAL_ARGUMENTS:
                 raise TypeError(f"eval_loader_kwargs holds {name!r}: give only {', '.join(_EVAL_ARGUMENTS)}")
@@ -293,7 +297,7 @@ class MQGNNDataModule(LightningDataModule):
         """The Trainer's epoch; None by hand."""
         if self.trainer is None or not self.trainer.training:
             return None
-        return 0 if self.trainer.overfit_batches > 0 else self.trainer.current_epoch
+        return 0 if getattr(self.trainer, "overfit_batches", 0) > 0 else self.trainer.current_epoch
 
     def _warm_up(self) -> None:
         NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up()

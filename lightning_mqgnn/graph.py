@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from lightning_mqgnn.huge_pages import use_huge_pages
+
 _FORMAT = "lightning_mqgnn graph"
 _VERSION = 1
 _DESCRIPTION = "graph.json"
@@ -112,17 +114,14 @@ class GraphStore:
         colptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(destination, minlength=num_nodes), 0, out=colptr[1:])
         colptr = colptr.to(_id_dtype(num_edges))
-        if bool((destination[1:] >= destination[:-1]).all()):
-            return cls(colptr, source.clone(), node_attrs=node_attrs, edge_attrs=edge_attrs, graph_attrs=graph_attrs)
-        order = torch.sort(destination, stable=True).indices
-        return cls(
-            colptr,
-            source[order],
-            order.to(_id_dtype(num_edges)),
-            node_attrs=node_attrs,
-            edge_attrs=edge_attrs,
-            graph_attrs=graph_attrs,
-        )
+        row, edge_id = source.clone(), None
+        if not bool((destination[1:] >= destination[:-1]).all()):
+            order = torch.sort(destination, stable=True).indices
+            row, edge_id = source[order], order.to(_id_dtype(num_edges))
+        store = cls(colptr, row, edge_id, node_attrs=node_attrs, edge_attrs=edge_attrs, graph_attrs=graph_attrs)
+        for _, tensor in store._arrays():
+            use_huge_pages(tensor)
+        return store
 
     def save(self, path: str | Path) -> None:
         """Write the store to the folder `path`, one `.npy` file per array.
@@ -184,7 +183,9 @@ class GraphStore:
             return {name.removeprefix(prefix): loaded[name] for name in loaded if name.startswith(prefix)}
 
         store = cls(
-            *(loaded.get(name) for name in _TOPOLOGY),
+            loaded["colptr"],
+            loaded["row"],
+            loaded.get("edge_id"),
             node_attrs=group("node."),
             edge_attrs=group("edge."),
             graph_attrs={**group("graph."), **description["graph_attrs"]},

@@ -200,5 +200,6 @@ def _stop(queues: Sequence[StageQueue[Any]], threads: Sequence[threading.Thread]
     for queue in queues:
         queue.close()
     for thread in threads:
-        if thread is not threading.current_thread():  # dropped by its own thread (garbage collection)
+        started = thread.ident is not None  # not all are, when Ctrl-C hits the start
+        if started and thread is not threading.current_thread():  # garbage collection may run in any thread
             thread.join()

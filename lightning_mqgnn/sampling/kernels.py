@@ -9,7 +9,7 @@ Compiled code is kept on disk beside this file (numba's cache), once per machine
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,16 +21,12 @@ _BLOCK = 64  # frontier nodes handled per pass: their edges stay in the L1 cache
 _AHEAD = 16  # entries between a prefetch and its use
 _CACHE_LINE = 64  # bytes
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+
+def _kernel(function: Callable[..., Any]) -> Any:
+    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
-def _kernel(function: _F) -> _F:
-    compiled: _F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    return compiled
-
-
-@intrinsic
-def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+def _compile_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of `array[index]` (one-dimensional, contiguous) without waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -42,10 +38,14 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
             builder.module, ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]), "llvm.prefetch.p0"
         )
         address = builder.bitcast(builder.gep(data, [offset]), byte_pointer)
-        builder.call(function, [address, int32(0), int32(3), int32(1)])  # read, keep in all levels, data cache
+        # To the L2 cache: a core has many more misses under way to there than to L1.
+        builder.call(function, [address, int32(0), int32(2), int32(1)])
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+_prefetch: Any = intrinsic(_compile_prefetch)
 
 
 @_kernel
@@ -53,13 +53,15 @@ def mix64(value: np.uint64) -> np.uint64:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits that scatters near inputs."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    scattered: np.uint64 = value ^ (value >> np.uint64(31))
+    return scattered
 
 
 @_kernel
 def _below(state: np.uint64, bound: np.int64) -> np.int64:
     """A uniform integer in [0, bound) from a random state; the bias is below bound / 2**32."""
-    return np.int64(((mix64(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
+    scaled: np.int64 = np.int64(((mix64(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
+    return scaled
 
 
 @_kernel

@@ -1,0 +1,167 @@
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+
+import pytest
+from conftest import our_threads
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mqgnn import Pipeline, Stage
+
+
+def double(x):
+    return 2 * x
+
+
+@given(
+    num_tasks=st.integers(0, 30),
+    threads=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1)),
+    queue_size=st.integers(1, 3),
+    delays=st.lists(st.sampled_from([0.0, 0.0, 0.001]), min_size=7, max_size=7),
+)
+def test_results_are_those_of_the_serial_run_whatever_the_delays(num_tasks, threads, queue_size, delays):
+    pause = threading.Event()
+
+    def slow(stage):
+        def work(x):
+            pause.wait(delays[(x[0] * (stage + 1)) % 7])
+            return [*x, stage]
+
+        return work
+
+    stages = [Stage(f"stage{i}", slow(i), n, queue_size) for i, n in enumerate(threads)]
+    results = list(Pipeline([[n] for n in range(num_tasks)], stages))
+    assert results == [[n, 0, 1, 2] for n in range(num_tasks)]
+    assert our_threads() == []
+
+
+def test_threads_start_at_the_first_next_and_end_with_the_last_item():
+    pipeline = Pipeline(range(5), [Stage("a", double, 2), Stage("b", double, 1)])
+    assert our_threads() == []
+    assert next(pipeline) == 0
+    results = [0, *(next(pipeline) for _ in range(4))]
+    assert our_threads() == []  # before anybody asks for a sixth
+    assert results == [0, 4, 8, 12, 16]
+    with pytest.raises(StopIteration):
+        next(pipeline)
+
+
+def fail_at_3(x):
+    if x == 3:
+        raise KeyError("planted")
+    return x
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_failure_is_raised_at_its_item_with_its_own_traceback(threads):
+    pipeline = Pipeline(range(10), [Stage("a", fail_at_3, threads), Stage("b", double, threads)])
+    assert [next(pipeline) for _ in range(3)] == [0, 2, 4]
+    with pytest.raises(KeyError, match="planted") as caught:
+        next(pipeline)
+    assert "fail_at_3" in "".join(traceback.format_tb(caught.tb))
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_stray_stop_iteration_does_not_end_the_data_silently(threads):
+    pipeline = Pipeline(range(3), [Stage("a", lambda x: next(iter([])), threads)])
+    with pytest.raises(RuntimeError, match="stage 'a' raised StopIteration at item 0"):
+        next(pipeline)
+
+
+def test_dropping_the_pipeline_ends_its_threads():
+    pipeline = Pipeline(range(100), [Stage("a", double, 2), Stage("b", double, 2)])
+    next(pipeline)
+    assert our_threads()
+    del pipeline
+    gc.collect()
+    assert our_threads() == []
+
+
+def test_a_closed_pipeline_says_so_instead_of_ending_early():
+    pipeline = Pipeline(range(100), [Stage("a", double, 1)])
+    next(pipeline)
+    pipeline.close()
+    pipeline.close()
+    assert our_threads() == []
+    with pytest.raises(RuntimeError, match="closed after 1 of 100 items"):
+        next(pipeline)
+
+
+def test_producers_run_ahead_by_what_the_queues_hold_and_no_more():
+    lock = threading.Lock()
+    ahead, most = 0, 0
+
+    def work(x):
+        nonlocal ahead, most
+        with lock:
+            ahead += 1
+            most = max(most, ahead)
+        return x
+
+    pipeline = Pipeline(range(200), [Stage("a", work, threads=2, queue_size=3)])
+    for _ in pipeline:
+        with lock:
+            ahead -= 1
+    # three in the queue, one in the hands of each thread, and the one that the consumer has just taken
+    assert most <= 3 + 2 + 1
+
+
+def test_clocks_count_the_items_and_the_waiting():
+    release = threading.Event()
+
+    def wait_for_release(x):
+        release.wait()
+        return x
+
+    pipeline = Pipeline(range(4), [Stage("a", wait_for_release, 1), Stage("b", double, 0)])
+    threading.Timer(0.05, release.set).start()
+    list(pipeline)
+    clocks = pipeline.clocks()
+    assert (clocks["a"].items, clocks["b"].items) == (4, 4)
+    assert clocks["a"].busy > clocks["b"].busy
+    assert pipeline.wait > clocks["b"].busy
+
+
+SCRIPT = """
+import signal, sys, threading
+from lightning_mqgnn import Pipeline, Stage
+forever = threading.Event()
+def interrupt(*_):
+    forever.set()  # the item in hand is finished, then the thread ends
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
+def work(x):
+    if x == 2:
+        print("stuck", flush=True)
+        forever.wait(None if {stuck} else 0)
+    return x
+pipeline = Pipeline(range(100), [Stage("a", work, 2), Stage("b", work, 1)])
+try:
+    next(pipeline), next(pipeline)
+    if {stuck}:
+        next(pipeline)
+except KeyboardInterrupt:
+    left = [t.name for t in threading.enumerate() if t.name.startswith("mqgnn")]
+    print("interrupted", left, flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_process_ends_although_its_pipeline_was_never_finished():
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(stuck=False)], timeout=120, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_ctrl_c_reaches_a_consumer_that_waits_for_a_batch():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(stuck=True)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (3, "interrupted []\n", "")
