@@ -17,7 +17,8 @@ from time_report import TrainingTime, time_report
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
-from torch_geometric.utils import trim_to_layer
+from torch_geometric.transforms import GCNNorm
+from torch_geometric.utils import degree, trim_to_layer
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule
@@ -46,8 +47,10 @@ class NodeClassifier(L.LightningModule):
             if model == "gat":
                 heads = 1 if last else 4
                 conv = GATConv(widths[i], widths[i + 1] // heads, heads)
+            elif model == "gcn":
+                conv = GCNConv(widths[i], widths[i + 1], normalize=False)
             else:
-                conv = {"sage": SAGEConv, "gcn": GCNConv}[model](widths[i], widths[i + 1])
+                conv = SAGEConv(widths[i], widths[i + 1])
             self.convolutions.append(conv)
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
@@ -55,10 +58,14 @@ class NodeClassifier(L.LightningModule):
     def forward(self, batch: Data) -> Tensor:
         """Return the logits of the batch's seed nodes, (batch_size, classes)."""
         x, edge_index = batch.x, batch.edge_index
+        weight = gcn_weight(batch) if self.hparams["model"] == "gcn" else None
         for i, convolution in enumerate(self.convolutions):
             # Layer i has no use for the outermost i hops: leave them out.
-            x, edge_index, _ = trim_to_layer(i, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index)
-            x = convolution(F.dropout(x, self.hparams["dropout"], self.training), edge_index)
+            x, edge_index, weight = trim_to_layer(
+                i, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index, weight
+            )
+            x = F.dropout(x, self.hparams["dropout"], self.training)
+            x = convolution(x, edge_index) if weight is None else convolution(x, edge_index, weight)
             if i < len(self.convolutions) - 1:
                 x = x.relu()
         logits: Tensor = x[: batch.batch_size]
@@ -79,6 +86,22 @@ class NodeClassifier(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
+
+
+def normalize_for_gcn(data: Data | GraphStore) -> Data:
+    """Add self-loops and the weights of GCN's symmetric normalisation, while the true in-degrees are at hand."""
+    if isinstance(data, GraphStore):
+        raise ValueError("a saved graph can't be normalised for --model gcn: normalise it before it is saved")
+    data = GCNNorm()(data)
+    data.in_degree = degree(data.edge_index[1], data.num_nodes)
+    return data
+
+
+def gcn_weight(batch: Data) -> Tensor:
+    """The weights of the sampled edges, scaled up so that their sum stands for that of all the edges into a node."""
+    scale = batch.in_degree / degree(batch.edge_index[1], batch.num_nodes)
+    weight: Tensor = batch.edge_weight * scale[batch.edge_index[1]]
+    return weight
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -107,6 +130,8 @@ def main() -> None:
     arguments = parse_arguments()
     L.seed_everything(arguments.seed, verbose=False)
     data = load_graph(arguments.dataset)
+    if arguments.model == "gcn":
+        data = normalize_for_gcn(data)
     store = data if isinstance(data, GraphStore) else GraphStore.from_data(data)
     datamodule = MQGNNDataModule(
         store,

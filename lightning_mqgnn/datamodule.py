@@ -317,7 +317,10 @@ def _check_int(name: str, value: object, least: int) -> None:
 
 def _seed_nodes(name: str, nodes: InputNodes, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the node ids that `nodes` selects, and what PyG calls them in `input_id`."""
-    chosen = torch.as_tensor(nodes).detach().cpu()
+    try:
+        chosen = torch.as_tensor(nodes).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}={nodes!r}: give a boolean mask or a list of node ids") from error
     if chosen.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(chosen.shape)}: give a mask ({num_nodes},) or a list of node ids")
     if chosen.dtype == torch.bool:

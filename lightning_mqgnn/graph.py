@@ -261,7 +261,7 @@ def _map(file: Path, dtype: str, shape: list[int]) -> Tensor:
     try:
         # Copy-on-write: pages are shared until somebody writes to them, and the file is never changed.
         array = np.load(file, mmap_mode="c" if 0 not in shape else None, allow_pickle=False)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{str(file)!r} can't be read ({error}): save the graph again") from error
     tensor = torch.from_numpy(array)
     if dtype == "bfloat16":

@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lightning_mqgnn import EpochPlan
+
+
+@st.composite
+def plans(draw, drop_last=False):
+    world_size = draw(st.integers(1, 5))
+    num_seeds = draw(st.integers(world_size, 200))
+    batch_size = draw(st.integers(1, 40))
+    assume(not drop_last or batch_size <= num_seeds // world_size)
+    return EpochPlan(num_seeds, batch_size, world_size, draw(st.integers(0, 9)), drop_last=drop_last)
+
+
+def all_batches(plan, epoch):
+    return [plan.batches(epoch, rank) for rank in range(plan.world_size)]
+
+
+@given(plans(), st.integers(0, 100))
+def test_every_seed_is_visited_exactly_once_per_epoch(plan, epoch):
+    visited = np.concatenate([batch for batches in all_batches(plan, epoch) for batch in batches])
+    assert sorted(visited) == list(range(plan.num_seeds))
+
+
+@given(plans(), st.integers(0, 100))
+def test_all_ranks_have_the_same_number_of_batches_and_none_is_empty(plan, epoch):
+    per_rank = all_batches(plan, epoch)
+    assert {len(batches) for batches in per_rank} == {plan.num_batches}
+    most = plan.batch_size if plan.batch_size > 1 else 2
+    assert all(1 <= len(batch) <= most for batches in per_rank for batch in batches)
+
+
+@given(plans(), st.integers(0, 100))
+def test_shards_differ_by_at_most_one_seed_and_batches_are_full_up_to_the_last_two(plan, epoch):
+    sizes = [len(plan.shard(epoch, rank)) for rank in range(plan.world_size)]
+    assert max(sizes) - min(sizes) <= 1
+    for batches in all_batches(plan, epoch):
+        assert all(len(batch) == plan.batch_size for batch in batches[:-2])
+        assert len(batches) < 2 or len(batches[-2]) >= plan.batch_size - 1
+
+
+@given(plans(drop_last=True), st.integers(0, 100))
+def test_drop_last_leaves_full_batches_only_and_drops_less_than_one_per_rank(plan, epoch):
+    batches = [batch for batches in all_batches(plan, epoch) for batch in batches]
+    assert {len(batch) for batch in batches} == {plan.batch_size}
+    visited = np.concatenate(batches)
+    assert len(set(visited)) == len(visited)
+    assert plan.num_seeds - len(visited) < plan.world_size * plan.batch_size + plan.world_size
+
+
+@pytest.mark.parametrize(
+    ("num_seeds", "batch_size", "world_size", "sizes"),
+    [
+        (17, 8, 2, [[8, 1], [7, 1]]),  # the smaller shard would be a batch short
+        (16, 8, 2, [[8], [8]]),
+        (21, 8, 1, [[8, 8, 5]]),
+        (5, 4, 2, [[3], [2]]),
+        (3, 1, 2, [[2], [1]]),  # the larger shard would be a batch too long
+        (2, 100, 2, [[1], [1]]),
+    ],
+)
+def test_batch_sizes(num_seeds, batch_size, world_size, sizes):
+    plan = EpochPlan(num_seeds, batch_size, world_size)
+    assert [[len(batch) for batch in batches] for batches in all_batches(plan, 0)] == sizes
+
+
+def test_the_order_is_new_in_each_epoch_and_for_each_seed():
+    orders = [EpochPlan(50, 8, seed=seed).shard(epoch, 0) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_without_shuffle_ranks_get_consecutive_seeds_in_order():
+    plan = EpochPlan(5, 2, world_size=2, shuffle=False)
+    for epoch in (0, 1):
+        assert [plan.shard(epoch, rank).tolist() for rank in (0, 1)] == [[0, 1, 2], [3, 4]]
+
+
+def test_another_process_makes_the_same_plan():
+    script = "from lightning_mqgnn import *; p = EpochPlan(50, 8, 2, 3); print([*p.shard(4, 1)], p.key(4, 9))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    plan = EpochPlan(50, 8, 2, 3)
+    assert done.stdout.strip() == f"{[*plan.shard(4, 1)]} {plan.key(4, 9)}"
+
+
+def test_every_batch_has_a_key_of_its_own():
+    plans = [EpochPlan(50, 8, seed=seed, stream=stream) for seed in (0, 1) for stream in ("train", "val")]
+    keys = [plan.key(epoch, batch) for plan in plans for epoch in range(30) for batch in range(30)]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**64 for key in keys)
