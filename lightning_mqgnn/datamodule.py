@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -281,6 +282,7 @@ class MQGNNDataModule(LightningDataModule):
             self._sampling_threads,
             self._queue_size,
             self._training_epoch if training else _always_epoch_0,
+            self._training_epoch_after if training else _no_epoch,
         )
         self._loaders[split] = place, loader
         return loader
@@ -299,13 +301,25 @@ class MQGNNDataModule(LightningDataModule):
             return None
         return 0 if getattr(self.trainer, "overfit_batches", 0) > 0 else self.trainer.current_epoch
 
+    def _training_epoch_after(self, epoch: int) -> int | None:
+        """The epoch that the Trainer will train after this one, as far as it knows; None by hand."""
+        trainer = self.trainer
+        if trainer is None or trainer.should_stop or epoch != self._training_epoch() or epoch != trainer.current_epoch:
+            return None
+        last = -1 if trainer.max_epochs is None else trainer.max_epochs - 1  # negative: there is no last one
+        return None if epoch == last else epoch + 1
+
     def _warm_up(self) -> None:
-        NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up()
+        NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up(say=rank_zero_info)
         Prepare(self.store, BufferPool()).warm_up()
 
 
 def _always_epoch_0() -> int:
     return 0
+
+
+def _no_epoch(epoch: int) -> None:
+    return None
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -1,5 +1,6 @@
 """MQGNNLoader: iterates over the batches of one split on one rank."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +11,15 @@ from lightning_mqgnn.pipeline import Pipeline, Stage, StageClock
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.sampling import NeighborSampler
 
+_Task = tuple[int, int, np.ndarray]  # epoch, batch of this rank, positions of its seeds
+
 
 class MQGNNLoader:
     """The batches of one split that fall to one rank, sampled and prepared ahead of their use.
 
     Made by `MQGNNDataModule`. `iter(loader)` costs nothing: the pass, its epoch and its threads begin at the first
-    `next`. One pass is active at a time; a new one ends the one before.
+    `next`. One pass is active at a time; a new one ends the one before. Where it is known that another epoch follows,
+    its first batches are made while the last ones of this epoch are used.
 
     Args:
         seeds: (seeds,) node ids of all ranks.
@@ -27,6 +31,7 @@ class MQGNNLoader:
         sampling_threads: Threads of the sample stage.
         queue_size: Sampled subgraphs that may wait for the next stage.
         current_epoch: Asked for the epoch at the start of each pass; None counts the passes.
+        epoch_after: Asked for the epoch that will follow the given one; None if that is not known.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class MQGNNLoader:
         sampling_threads: int,
         queue_size: int,
         current_epoch: Callable[[], int | None],
+        epoch_after: Callable[[int], int | None],
     ) -> None:
         self.plan = plan
         self._seeds = seeds
@@ -48,11 +54,12 @@ class MQGNNLoader:
         self._sampler = sampler
         self._stages = [Stage("sample", self._sample, sampling_threads, queue_size), *stages]
         self._current_epoch = current_epoch
+        self._epoch_after = epoch_after
         self._next_epoch = 0
         self._epoch = 0
         self._first_batch = 0
         self._num_taken = 0
-        self._active: Pipeline | None = None
+        self._active: tuple[_Course, Pipeline] | None = None
         self._clocks = {stage.name: StageClock() for stage in self._stages}
         self._wait = 0.0
 
@@ -62,22 +69,27 @@ class MQGNNLoader:
 
     def __iter__(self) -> Iterator[Data]:
         # A generator: nothing below runs before the first `next`.
-        self.close()
         epoch = self._current_epoch()
-        self._epoch = self._next_epoch if epoch is None else epoch
-        self._next_epoch = self._epoch + 1
-        self._num_taken, self._first_batch = self._first_batch, 0
-        batches = self.plan.batches(self._epoch, self._rank)
-        tasks = [(self._epoch, i, batches[i]) for i in range(self._num_taken, len(batches))]
-        pipeline = Pipeline(tasks, self._stages)
-        self._active = pipeline
+        epoch = self._next_epoch if epoch is None else epoch
+        first_batch, self._first_batch = self._first_batch, 0
+        if not self._continues_with(epoch, first_batch):
+            self.close()
+            course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after)
+            self._active = course, Pipeline(course, self._stages)
+        assert self._active is not None
+        _, pipeline = self._active
+        self._epoch, self._next_epoch, self._num_taken = epoch, epoch + 1, first_batch
+        missing = len(self) - first_batch
         try:
-            for batch in pipeline:
+            while missing:
+                batch = next(pipeline)
+                missing -= 1
                 self._num_taken += 1
                 yield batch
                 del batch  # its memory may be used again as soon as the user lets go of it
         finally:
-            self._retire(pipeline)
+            if missing or pipeline.closed:  # else it has begun the next epoch
+                self._retire(pipeline)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass be that of `epoch` (under a Trainer, its current epoch counts instead)."""
@@ -106,7 +118,7 @@ class MQGNNLoader:
     def times(self) -> tuple[float, dict[str, StageClock]]:
         """Seconds that the consumer waited for batches in all passes, and the clocks of the stages."""
         totals = {name: StageClock() for name in self._clocks}
-        pipelines = [] if self._active is None else [self._active]
+        pipelines = [] if self._active is None else [self._active[1]]
         for clocks in (self._clocks, *(pipeline.clocks() for pipeline in pipelines)):
             for name, clock in clocks.items():
                 totals[name].add(clock)
@@ -115,7 +127,7 @@ class MQGNNLoader:
     def close(self) -> None:
         """End the active pass, if there is one, and its threads. The loader may be used again."""
         if self._active is not None:
-            self._retire(self._active)
+            self._retire(self._active[1])
 
     @property
     def _iterator(self) -> None:
@@ -125,13 +137,62 @@ class MQGNNLoader:
     def _iterator(self, value: None) -> None:
         self.close()
 
-    def _sample(self, task: tuple[int, int, np.ndarray], rank: int | None = None) -> Any:
+    def _continues_with(self, epoch: int, first_batch: int) -> bool:
+        """Whether the pipeline of the last pass is about to yield this batch, because that pass is complete."""
+        if self._active is None or first_batch or self._num_taken < len(self):
+            return False
+        course, pipeline = self._active
+        return not pipeline.closed and course[pipeline.num_yielded][:2] == (epoch, 0)
+
+    def _sample(self, task: _Task, rank: int | None = None) -> Any:
         epoch, batch, chosen = task
         global_batch = batch * self.plan.world_size + (self._rank if rank is None else rank)
         return self._sampler.sample(self._seeds[chosen], self.plan.key(epoch, global_batch), self._input_id[chosen])
 
     def _retire(self, pipeline: Pipeline) -> None:
         pipeline.close()
-        if self._active is pipeline:
+        if self._active is not None and self._active[1] is pipeline:
             self._wait, self._clocks = self.times()
             self._active = None
+
+
+class _Course:
+    """The tasks of one pass and, for as long as the epoch after the last one is known, of the passes that follow it.
+
+    Once it has ended it stays so: a thread that was told of the end has left, and its task would never be done.
+    """
+
+    def __init__(
+        self, plan: EpochPlan, rank: int, epoch: int, first_batch: int, epoch_after: Callable[[int], int | None]
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._skipped = first_batch
+        self._epoch_after = epoch_after
+        self._epochs = [epoch]
+        self._batches = {epoch: plan.batches(epoch, rank)}
+        self._extending = threading.Lock()
+        self._ended = False
+
+    def __len__(self) -> int:
+        """Tasks of the epochs that are known."""
+        return len(self._epochs) * self._plan.num_batches - self._skipped
+
+    def __getitem__(self, number: int) -> _Task:
+        index, batch = divmod(number + self._skipped, self._plan.num_batches)
+        if index >= len(self._epochs):
+            self._extend(index)
+        epoch = self._epochs[index]
+        return epoch, batch, self._batches[epoch][batch]
+
+    def _extend(self, index: int) -> None:
+        with self._extending:
+            while index >= len(self._epochs):
+                epoch = None if self._ended else self._epoch_after(self._epochs[-1])
+                if epoch is None:
+                    self._ended = True
+                    raise IndexError(index)
+                self._batches[epoch] = self._plan.batches(epoch, self._rank)
+                self._epochs.append(epoch)
+                for old in self._epochs[:-2]:
+                    self._batches.pop(old, None)

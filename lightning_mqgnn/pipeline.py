@@ -6,9 +6,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_mqgnn.queues import QueueClosed, StageQueue
+
+
+class Tasks(Protocol):
+    """A list, or anything that has a length and items by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -53,26 +61,32 @@ class Pipeline(Iterator[Any]):
     item, with the traceback of the thread where it happened.
 
     Args:
-        tasks: The items that go into the first stage.
+        tasks: The items that go into the first stage. They may become more while the pipeline runs: each is asked for
+            by its number, when the first stage is free for it. An IndexError says that there are no more, for good.
         stages: The stages, in the order in which items pass them.
+
+    Attributes:
+        num_yielded: Results that were yielded so far.
+        closed: Whether nothing more will come.
+        wait: Seconds that the consumer waited for results.
     """
 
-    def __init__(self, tasks: Sequence[Any], stages: Sequence[Stage]) -> None:
+    def __init__(self, tasks: Tasks, stages: Sequence[Stage]) -> None:
         self._tasks = tasks
         self._stages = stages
-        self._num_yielded = 0
+        self.num_yielded = 0
+        self.closed = False
+        self.wait = 0.0
         self._clocks: dict[str, list[StageClock]] = {stage.name: [] for stage in stages}
         self._output: _Chain | None = None
         self._stop: Callable[[], Any] | None = None
-        self._closed = False
-        self.wait = 0.0
 
     def __next__(self) -> Any:
-        if self._num_yielded == len(self._tasks):
+        if self.num_yielded == len(self._tasks):
             raise StopIteration
-        if self._closed:
+        if self.closed:
             raise RuntimeError(
-                f"the pipeline was closed after {self._num_yielded} of {len(self._tasks)} items: begin a new pass"
+                f"the pipeline was closed after {self.num_yielded} of {len(self._tasks)} items: begin a new pass"
             )
         try:
             if self._output is None:
@@ -85,14 +99,14 @@ class Pipeline(Iterator[Any]):
         except BaseException:
             self.close()
             raise
-        self._num_yielded += 1
-        if self._num_yielded == len(self._tasks):
+        self.num_yielded += 1
+        if self.num_yielded == len(self._tasks):
             self.close()
         return item
 
     def close(self) -> None:
         """Stop the threads and wait for their end: each finishes the item that it has in hand. May be called again."""
-        self._closed = True
+        self.closed = True
         if self._stop is not None:
             self._stop()
 
@@ -130,15 +144,16 @@ class Pipeline(Iterator[Any]):
 class _Tasks:
     """The tasks, as a queue that is full from the beginning and closed after the last one."""
 
-    def __init__(self, tasks: Sequence[Any]) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self._next = count()
 
     def get(self) -> tuple[int, Any]:
         number = next(self._next)
-        if number >= len(self._tasks):
-            raise QueueClosed
-        return number, self._tasks[number]
+        try:
+            return number, self._tasks[number]
+        except IndexError:
+            raise QueueClosed from None
 
 
 class _Failure:

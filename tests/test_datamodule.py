@@ -2,8 +2,10 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 import traceback
 
+import lightning as L
 import pytest
 import torch
 from conftest import our_threads
@@ -11,7 +13,8 @@ from graphs import random_graph
 from torch_geometric.data import Data
 from torch_geometric.utils import k_hop_subgraph
 
-from lightning_mqgnn import GraphStore, MQGNNDataModule
+from lightning_mqgnn import EpochPlan, GraphStore, MQGNNDataModule
+from lightning_mqgnn.loader import _Course
 
 
 def module(data=None, **arguments) -> MQGNNDataModule:
@@ -212,6 +215,51 @@ def test_nothing_starts_before_the_first_batch_is_asked_for():
     assert our_threads() == []
     next(iterator)
     assert our_threads()
+
+
+def test_the_next_epoch_begins_while_the_last_batch_of_this_one_is_used():
+    made, next_epoch_begun = [], threading.Event()
+
+    def transform(batch: Data) -> Data:
+        made.append(batch.input_id)
+        if len(made) == 8 + 1:
+            next_epoch_begun.set()
+        return batch
+
+    class Waiting(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8))
+            self.used = []
+
+        def training_step(self, batch, batch_idx):
+            self.used.append(batch.input_id)
+            if len(self.used) == 8:
+                assert next_epoch_begun.wait(60)
+            return (batch.x @ self.weight).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    waiting = Waiting()
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(waiting, datamodule=module(transform=transform))
+    assert our_threads() == []
+    assert len(made) == len(waiting.used) == 16  # nothing was made in vain
+    for one, other in zip(made, waiting.used, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_epochs_that_become_known_too_late_do_not_revive_a_course_that_has_ended():
+    answers = iter([2, None, 3])
+    course = _Course(EpochPlan(10, 5), 0, 1, 1, lambda epoch: next(answers))
+    assert [course[number][:2] for number in range(3)] == [(1, 1), (2, 0), (2, 1)]
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            course[3]
+    assert len(course) == 3
 
 
 def test_a_pass_that_is_cut_off_ends_its_threads_and_leaves_no_trace():

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -95,10 +95,10 @@ class NeighborSampler:
         self._idle.append(scratch)
         return subgraph
 
-    def warm_up(self) -> None:
-        """Compile the kernel, or load it from the disk cache, so that no batch pays for it."""
+    def warm_up(self, say: Callable[[str], object] = _log.info) -> None:
+        """Compile the kernel, or load it from the disk cache, so that no batch pays; `say` that it takes time."""
         if not kernels.compiled_before(kernels.sample_neighbors):
-            _log.info("Compiling the sampling kernels, once on this machine: some 10 seconds.")
+            say("Compiling the sampling kernels, once on this machine: some 10 seconds.")
         self.sample(np.zeros(0, self._row.dtype), key=0)
 
 
