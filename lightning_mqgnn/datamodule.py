@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.graph import GraphStore
@@ -56,7 +57,8 @@ class MQGNNDataModule(LightningDataModule):
             ...
 
     Args:
-        data: A homogeneous graph, a `GraphStore`, or the path of a saved one (mapped: ranks share one copy).
+        data: A homogeneous graph, a `GraphStore`, the path of a saved one, or, with `store_path`, a function that
+            returns the graph.
         input_train_nodes: Seed nodes of training: a boolean mask over the nodes, or node ids. By default the graph's
             `train_mask`; likewise for the other splits. A batch's `input_id` holds, as in PyG, the node ids if a mask
             was given and places in the list of ids otherwise.
@@ -75,6 +77,9 @@ class MQGNNDataModule(LightningDataModule):
         queue_size: Finished items that may wait behind each stage.
         seed: Seed of shuffling and sampling.
         check_finite: Refuse NaN and infinity in the graph's attributes.
+        store_path: Save the graph to this folder, unless it is there already, and map it from there: the ranks of a
+            machine then share one copy. With a function for `data`, only one of them ever calls it. Remove the folder
+            when the graph has changed.
 
     Raises:
         TypeError: An argument has a wrong type, or is one of PyG's that has no meaning here (says what to use).
@@ -83,7 +88,7 @@ class MQGNNDataModule(LightningDataModule):
 
     def __init__(
         self,
-        data: Data | GraphStore | str | Path,
+        data: Data | GraphStore | str | Path | Callable[[], Data],
         input_train_nodes: InputNodes = None,
         input_val_nodes: InputNodes = None,
         input_test_nodes: InputNodes = None,
@@ -100,17 +105,12 @@ class MQGNNDataModule(LightningDataModule):
         queue_size: int = 2,
         seed: int = 0,
         check_finite: bool = False,
+        store_path: str | Path | None = None,
         **unsupported: Any,
     ) -> None:
         super().__init__()
         for name in unsupported:
             raise TypeError(f"{name}={unsupported[name]!r} is no argument here: {_INSTEAD.get(name, 'remove it')}")
-        if isinstance(data, GraphStore):
-            self.store = data
-        elif isinstance(data, str | Path):
-            self.store = GraphStore.open(data)
-        else:
-            self.store = GraphStore.from_data(data, check_finite=check_finite)
         self._train_arguments: dict[str, Any] = {
             "num_neighbors": num_neighbors,
             "batch_size": batch_size,
@@ -135,29 +135,46 @@ class MQGNNDataModule(LightningDataModule):
         self._prepare_threads = prepare_threads
         self._queue_size = queue_size
         self._seed = seed
+        self._check_finite = check_finite
+        self._input_nodes = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         self._seeds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
-        for split, nodes in zip(_SPLITS, given, strict=True):
-            name = f"input_{split}_nodes"
-            if nodes is None:
-                name = f"{split}_mask"
-                nodes = self.store.node_attrs.get(name)
-            if nodes is not None:
-                self._seeds[split] = _seed_nodes(name, nodes, self.store.num_nodes)
-        if "pred" not in self._seeds:
-            everything = np.arange(self.store.num_nodes)
-            self._seeds["pred"] = everything, everything
+        self._store: GraphStore | None = None
+        self._to_save: tuple[Data | Callable[[], Data], Path] | None = None
+        if isinstance(data, GraphStore):
+            self._use(data)
+        elif isinstance(data, str | Path):
+            self._use(GraphStore.open(data))
+        elif store_path is not None and (isinstance(data, Data) or _is_function(data)):
+            self._to_save = data, Path(store_path)
+        elif _is_function(data):
+            raise TypeError("data is a function: give store_path=..., the folder to which its graph is saved")
+        else:
+            self._use(GraphStore.from_data(data, check_finite=check_finite))
         self._loaders: dict[str, tuple[object, MQGNNLoader]] = {}
         self._resume_at: dict[str, int] | None = None
 
     # Lightning's hooks, in the order in which a Trainer calls them
 
+    @property
+    def store(self) -> GraphStore:
+        """The graph.
+
+        Raises:
+            RuntimeError: It is not saved yet: `prepare_data` or `setup` were not called.
+        """
+        if self._store is None:
+            raise RuntimeError("the graph is not there yet: call datamodule.setup() first, or let a Trainer do it")
+        return self._store
+
     def prepare_data(self) -> None:
-        """Compile the kernels, on one rank per machine; the others find them in the disk cache."""
+        """On one rank per machine: save the graph if that was asked for, and compile the kernels, for all ranks."""
+        self._save()
         self._warm_up()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the kernels and check that every rank gets seed nodes."""
+        """Map the graph, load the kernels and check that every rank gets seed nodes."""
+        if self._store is None:
+            self._save()
         self._warm_up()
         for split, needed_by in _SPLITS.items():
             if split in self._seeds and stage in (needed_by, None):
@@ -246,6 +263,30 @@ class MQGNNDataModule(LightningDataModule):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaders": {}}  # made anew where it is unpickled
 
+    def _save(self) -> None:
+        """Save the graph unless it is there, forget where it came from, and map it."""
+        if self._to_save is None:
+            return
+        data, path = self._to_save
+        if not path.exists():
+            graph = data if isinstance(data, Data) else data()
+            GraphStore.from_data(graph, check_finite=self._check_finite).save(path)
+        self._to_save = None
+        self._use(GraphStore.open(path))
+
+    def _use(self, store: GraphStore) -> None:
+        self._store = store
+        for split, nodes in zip(_SPLITS, self._input_nodes, strict=True):
+            name = f"input_{split}_nodes"
+            if nodes is None:
+                name = f"{split}_mask"
+                nodes = store.node_attrs.get(name)
+            if nodes is not None:
+                self._seeds[split] = _seed_nodes(name, nodes, store.num_nodes)
+        if "pred" not in self._seeds:
+            everything = np.arange(store.num_nodes)
+            self._seeds["pred"] = everything, everything
+
     def _loader(self, split: str) -> MQGNNLoader:
         if split not in self._seeds:
             raise ValueError(
@@ -312,6 +353,10 @@ class MQGNNDataModule(LightningDataModule):
     def _warm_up(self) -> None:
         NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up(say=rank_zero_info)
         Prepare(self.store, BufferPool()).warm_up()
+
+
+def _is_function(data: object) -> bool:
+    return callable(data) and not isinstance(data, BaseData)  # PyG's graphs can be called
 
 
 def _always_epoch_0() -> int:

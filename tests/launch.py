@@ -6,6 +6,7 @@ Lightning's launcher starts this script again for each further rank. Each rank w
 FOLDER/SCENARIO.RANK.pt. One start serves many scenarios, each with a Trainer of its own.
 """
 
+import os
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from graphs import random_graph
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
+from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 from lightning_mqgnn import MQGNNDataModule, MQGNNStrategy
@@ -109,7 +111,7 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def datamodule(**arguments: Any) -> MQGNNDataModule:
-    return MQGNNDataModule(random_graph(), **{"num_neighbors": [4, 3], "batch_size": 30, **arguments})
+    return MQGNNDataModule(**{"data": random_graph(), "num_neighbors": [4, 3], "batch_size": 30, **arguments})
 
 
 def make_trainer(strategy: Any, **arguments: Any) -> L.Trainer:
@@ -390,6 +392,36 @@ def a_fast_dev_run(strategy: str, folder: Path) -> dict[str, Any]:
 @scenario
 def overfitting(strategy: str, folder: Path) -> dict[str, Any]:
     return nodes({"train": 41, "val": 21}, 5, strategy, overfit_batches=2)
+
+
+# Memory
+
+
+def private_bytes() -> int:
+    """What this process alone has in memory, without what it shares with others or could read again from files."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+@scenario
+def one_copy(strategy: str, folder: Path) -> dict[str, Any]:
+    def load() -> Data:
+        (folder / f"loaded-by-{os.getpid()}").touch()
+        num_nodes = 60_000
+        ring = torch.arange(num_nodes)
+        return Data(x=torch.ones(num_nodes, 256), y=ring % 4, edge_index=torch.stack([ring, ring.roll(1)]))
+
+    def narrow(batch: Data) -> Data:
+        batch.x = batch.x[:, :8]
+        return batch
+
+    fit(Sage(sgd), strategy)  # whatever a first run loads is there
+    before = private_bytes()
+    data = datamodule(
+        data=load, store_path=folder / "store", input_train_nodes=range(1000), num_neighbors=[2, 2], transform=narrow
+    )
+    outcome = fit(Sage(sgd), strategy, data)
+    return {**outcome, "private": private_bytes() - before, "features": 60_000 * 256 * 4}
 
 
 # Failures

@@ -37,6 +37,10 @@ def train(data=None, **arguments):
     return module(data, **arguments).train_dataloader()
 
 
+def random_graph_again():
+    return random_graph()
+
+
 MASK = torch.zeros(400, dtype=torch.bool)
 
 TABLE = {
@@ -71,6 +75,11 @@ TABLE = {
     "empty split": (lambda: module(changed(train_mask=MASK)), "train_mask selects no node: give at least one seed"),
     "empty validation": (lambda: module(changed(val_mask=MASK)), "val_mask selects no node"),
     "no such path": (lambda: module("nowhere"), r"path='nowhere' is no graph store: it holds no graph\.json"),
+    "a function without a folder": (
+        lambda: module(random_graph_again),
+        "data is a function: give store_path=..., the f",
+    ),
+    "heterogeneous, to be saved": (lambda: module(HeteroData(), store_path="x"), "HeteroData: only homogeneous graphs"),
     # the seed nodes
     "no training nodes": (lambda: train(changed(train_mask=None)), "no train nodes: give input_train_nodes=..., or a"),
     "seed too large": (

@@ -357,6 +357,23 @@ def test_a_saved_graph_gives_the_same_batches(tmp_path):
         assert_equal(one, other)
 
 
+def test_a_graph_is_loaded_once_and_then_mapped(tmp_path):
+    calls = []
+
+    def load() -> Data:
+        calls.append(1)
+        return random_graph()
+
+    for _ in range(2):
+        datamodule = module(load, store_path=tmp_path / "graph")
+        with pytest.raises(RuntimeError, match=r"call datamodule\.setup\(\) first"):
+            _ = datamodule.store
+        datamodule.setup("fit")
+        for one, other in zip(batches(datamodule), batches(module()), strict=True):
+            assert_equal(one, other)
+    assert calls == [1]
+
+
 def test_times_are_reported_per_split_that_was_read():
     datamodule = module()
     batches(datamodule)

@@ -38,6 +38,7 @@ ONLY_MQGNN = [
     "weight_averaging",
     "strategy_as_object",
     "fit_then_test",
+    "one_copy",
     "sync_batchnorm_on_the_cpu",
     *RESUMED,
 ]
@@ -200,6 +201,13 @@ def test_overfitting_repeats_the_same_batches(outcomes):
 def test_the_test_after_a_fit_visits_every_node_once(outcomes):
     visited = [node for rank in (0, 1) for node in outcomes("mqgnn", "fit_then_test", rank)["validated"][0]]
     assert len(visited) == len(set(visited)) == 80
+
+
+def test_ranks_of_a_machine_share_one_copy_of_the_graph(outcomes):
+    ranks = [outcomes("mqgnn", "one_copy", rank) for rank in (0, 1)]
+    assert len(list((outcomes.folder / "mqgnn-2").glob("loaded-by-*"))) == 1
+    for outcome in ranks:
+        assert outcome["private"] < outcome["features"] / 10
 
 
 # Failures
