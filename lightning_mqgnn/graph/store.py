@@ -1,22 +1,17 @@
 """GraphStore: a graph's topology, features, labels and masks, in memory or memory-mapped from a folder."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from lightning_mqgnn.huge_pages import use_huge_pages
+from lightning_mqgnn.graph.files import describe, id_dtype, new_folder, read_folder, write_array
+from lightning_mqgnn.graph.huge_pages import use_huge_pages
 
-_FORMAT = "lightning_mqgnn graph"
-_VERSION = 1
-_DESCRIPTION = "graph.json"
-_INT32_LIMIT = 2**31 - 1
 _TOPOLOGY = ("colptr", "row", "edge_id")
 
 
@@ -110,14 +105,14 @@ class GraphStore:
                 first = int((~torch.isfinite(tensor)).flatten(1 if tensor.dim() > 1 else 0).nonzero()[0, 0])
                 raise ValueError(f"data.{name} holds NaN or infinity, first in row {first}: replace it before training")
 
-        source, destination = edge_index.to(_id_dtype(num_nodes))
+        source, destination = edge_index.to(id_dtype(num_nodes))
         colptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(destination, minlength=num_nodes), 0, out=colptr[1:])
-        colptr = colptr.to(_id_dtype(num_edges))
+        colptr = colptr.to(id_dtype(num_edges))
         row, edge_id = source.clone(), None
         if not bool((destination[1:] >= destination[:-1]).all()):
             order = torch.sort(destination, stable=True).indices
-            row, edge_id = source[order], order.to(_id_dtype(num_edges))
+            row, edge_id = source[order], order.to(id_dtype(num_edges))
         store = cls(colptr, row, edge_id, node_attrs=node_attrs, edge_attrs=edge_attrs, graph_attrs=graph_attrs)
         for _, tensor in store._arrays():
             use_huge_pages(tensor)
@@ -133,8 +128,6 @@ class GraphStore:
             TypeError: A graph-level attribute is neither a tensor nor representable in JSON.
         """
         path = Path(path)
-        if path.exists():
-            raise FileExistsError(f"path={str(path)!r} exists: remove it or save the graph elsewhere")
         tensors = {f"graph.{name}": value for name, value in self.graph_attrs.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in self.graph_attrs.items() if not isinstance(value, Tensor)}
         for name, value in plain.items():
@@ -145,20 +138,11 @@ class GraphStore:
                     f"graph-level attribute {name!r} of type {type(value).__name__} can't be saved: "
                     "remove it, or make it a tensor, number, string or a list or dict of these"
                 ) from error
-        unfinished = path.with_name(path.name + ".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        try:
-            arrays = {}
-            for name, tensor in [*self._arrays(), *tensors.items()]:
-                np.save(unfinished / f"{name}.npy", _to_numpy(tensor))
-                arrays[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            description = {"format": _FORMAT, "version": _VERSION, "arrays": arrays, "graph_attrs": plain}
-            (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
-            unfinished.rename(path)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        arrays = {**dict(self._arrays()), **tensors}
+        with new_folder(path) as folder:
+            for name, tensor in arrays.items():
+                write_array(folder, name, tensor)
+            describe(folder, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in arrays.items()}, plain)
 
     @classmethod
     def open(cls, path: str | Path) -> "GraphStore":
@@ -169,15 +153,7 @@ class GraphStore:
             ValueError: The store has another version, or a file is not what its description says.
         """
         path = Path(path)
-        if not (path / _DESCRIPTION).is_file():
-            raise FileNotFoundError(f"path={str(path)!r} is no graph store: it holds no {_DESCRIPTION}")
-        description = json.loads((path / _DESCRIPTION).read_text())
-        if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
-            raise ValueError(
-                f"path={str(path)!r} has format {description.get('format')!r}, version {description.get('version')!r}; "
-                f"this release reads {_FORMAT!r}, version {_VERSION}. Save the graph again with this release"
-            )
-        loaded = {name: _map(path / f"{name}.npy", **entry) for name, entry in description["arrays"].items()}
+        loaded, graph_attrs = read_folder(path)
 
         def group(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): loaded[name] for name in loaded if name.startswith(prefix)}
@@ -188,7 +164,7 @@ class GraphStore:
             loaded.get("edge_id"),
             node_attrs=group("node."),
             edge_attrs=group("edge."),
-            graph_attrs={**group("graph."), **description["graph_attrs"]},
+            graph_attrs={**group("graph."), **graph_attrs},
         )
         store._path = path.resolve()
         return store
@@ -206,10 +182,6 @@ class GraphStore:
             yield f"node.{name}", tensor
         for name, tensor in self.edge_attrs.items():
             yield f"edge.{name}", tensor
-
-
-def _id_dtype(count: int) -> torch.dtype:
-    return torch.int32 if count <= _INT32_LIMIT else torch.int64
 
 
 def _check_edge_index(data: Data) -> Tensor:
@@ -247,28 +219,3 @@ def _check_not_per_node(name: str, value: Any, num_nodes: int) -> None:
             f"data.{name} has shape {tuple(value.shape)} in a graph of {num_nodes} nodes: its first dimension must be "
             f"{num_nodes}"
         )
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:  # NumPy has no such type
-        tensor = tensor.view(torch.int16)
-    return tensor.numpy()
-
-
-def _map(file: Path, dtype: str, shape: list[int]) -> Tensor:
-    if not file.is_file():
-        raise FileNotFoundError(f"{str(file)!r} is missing: the graph store is damaged, save the graph again")
-    try:
-        # Copy-on-write: pages are shared until somebody writes to them, and the file is never changed.
-        array = np.load(file, mmap_mode="c" if 0 not in shape else None, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{str(file)!r} can't be read ({error}): save the graph again") from error
-    tensor = torch.from_numpy(array)
-    if dtype == "bfloat16":
-        tensor = tensor.view(torch.bfloat16)
-    if tensor.dtype != getattr(torch, dtype, None) or list(tensor.shape) != shape:
-        raise ValueError(
-            f"{str(file)!r} holds {tensor.dtype} {tuple(tensor.shape)} where {_DESCRIPTION} says {dtype} "
-            f"{tuple(shape)}: save the graph again"
-        )
-    return tensor

@@ -1,0 +1,6 @@
+"""The graph: `GraphStore`, its files, and how one is built that does not fit into memory."""
+
+from lightning_mqgnn.graph.build import build_store
+from lightning_mqgnn.graph.store import GraphStore
+
+__all__ = ["GraphStore", "build_store"]
