@@ -27,7 +27,8 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
-from lightning_mqgnn import GraphStore, MQGNNDataModule, synthetic_graph
+from lightning_mqgnn import GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
+from lightning_mqgnn.graph.huge_pages import use_huge_pages
 from lightning_mqgnn.sampling import kernels
 
 _WARM_UP = 4  # batches before the clock starts
@@ -90,22 +91,33 @@ def measure(batches: Iterator[Data], count: int) -> tuple[float, float]:
     return wall / count * 1e3, cpu / count * 1e3
 
 
+def _read_lines(flat: np.ndarray, index: np.ndarray) -> Any:
+    """Read the first word of each cache line of 64-bit words."""
+    total = np.uint64(0)
+    for i in range(len(index)):
+        if i + 32 < len(index):
+            kernels._prefetch(flat, np.int64(index[i + 32]) * 8)
+        total ^= flat[np.int64(index[i]) * 8]
+    return total
+
+
 def _read_rows(source: np.ndarray, index: np.ndarray) -> Any:
     """Read rows of 64-bit words and do nothing with them."""
-    width = source.shape[1]
+    width = np.uint64(source.shape[1])
     flat = source.reshape(-1)
     total = np.uint64(0)
     for i in range(len(index)):
         if i + 16 < len(index):
-            ahead = np.int64(index[i + 16]) * width
-            for j in range(0, width, 8):
+            ahead = np.uint64(index[i + 16]) * width
+            for j in range(np.uint64(0), width, np.uint64(8)):
                 kernels._prefetch(flat, ahead + j)
-        base = np.int64(index[i]) * width
+        begin = np.uint64(index[i]) * width
         for j in range(width):
-            total ^= flat[base + j]
+            total ^= flat[begin + j]
     return total
 
 
+read_lines: Any = numba.njit(nogil=True)(_read_lines)
 read_rows: Any = numba.njit(nogil=True)(_read_rows)
 
 
@@ -120,29 +132,45 @@ def best_of(function: Callable[..., Any], *arguments: np.ndarray) -> float:
     return min(seconds)
 
 
-def limit(store: GraphStore, batches: list[Data]) -> tuple[float, dict[str, float]]:
-    """Milliseconds that the memory needs for such a batch, and the speeds that went into it."""
+def distinct_lines(index: np.ndarray, itemsize: int) -> int:
+    """How many cache lines the entries of an array at `index` lie in."""
+    return len(np.unique(index.astype(np.int64) * itemsize // 64))
+
+
+def limit(store: GraphStore, seeds: torch.Tensor, arguments: argparse.Namespace) -> tuple[float, dict[str, float]]:
+    """Milliseconds that the memory needs for a batch, and the speeds that went into it."""
+    blocks = [
+        NeighborSampler(store, arguments.fan_out).sample(chosen.numpy(), key)
+        for key, chosen in enumerate(seeds.split(arguments.batch_size)[:3])
+    ]
+    nodes = sum(len(block.node) for block in blocks) // len(blocks)
+    edges = sum(len(block.row) for block in blocks) // len(blocks)
+    lines = (
+        sum(
+            2 * distinct_lines(block.position, 4)  # row and edge_id
+            + 2 * distinct_lines(block.node, 8)  # the table and y
+            + distinct_lines(block.node[: len(block.colptr) - 1], 4)  # colptr
+            for block in blocks
+        )
+        // len(blocks)
+    )
     generator = np.random.default_rng(0)
-    nodes = sum(batch.num_nodes for batch in batches) // len(batches)
-    edges = sum(batch.num_edges for batch in batches) // len(batches)
-    frontier = sum(sum(batch.num_sampled_nodes[:-1]) for batch in batches) // len(batches)
     x = store.node_attrs["x"]
     row_bytes = x[0].nbytes
-    words = x.numpy().view(np.uint64)
     chosen = generator.choice(store.num_nodes, nodes, replace=False).astype(np.int32)
-    seconds_per_row = best_of(read_rows, words, chosen) / nodes
-    lines = np.zeros((max(store.row.nbytes // 64, 1), 8), np.uint64)
-    lines += 1
-    some = generator.integers(len(lines), size=100_000).astype(np.int32)
-    seconds_per_line = best_of(read_rows, lines, some) / len(some)
+    seconds_per_row = best_of(read_rows, x.numpy().view(np.uint64), chosen) / nodes
+    array = np.ones(max(store.row.nbytes // 64, 1) * 8, np.uint64)
+    use_huge_pages(torch.from_numpy(array))
+    some = generator.integers(len(array) // 8, size=lines).astype(np.int32)
+    seconds_per_line = best_of(read_lines, array, some) / lines
     out = np.empty(nodes * row_bytes, np.uint8)
     seconds_per_byte = best_of(lambda array: array.fill(0), out) / out.nbytes
-    random_lines = 3 * edges + nodes + 2 * frontier  # row, table and edge id of an edge; label of a node; colptr
     written = nodes * (row_bytes + 8 + 8) + edges * (16 + 8)  # x, y, n_id; edge_index, e_id
-    seconds = nodes * seconds_per_row + random_lines * seconds_per_line + written * seconds_per_byte
+    seconds = nodes * seconds_per_row + lines * seconds_per_line + written * seconds_per_byte
     return seconds * 1e3, {
         "nodes per batch": nodes,
         "edges per batch": edges,
+        "other cache lines per batch": lines,
         "random rows, GB/s": row_bytes / seconds_per_row / 1e9,
         "random cache lines, GB/s": 64 / seconds_per_line / 1e9,
         "writing, GB/s": 1 / seconds_per_byte / 1e9,
@@ -190,8 +218,7 @@ def main() -> None:
             wall, cpu = measure(make(), arguments.batches)
             figures[name].wall.append(wall)
             figures[name].cpu.append(cpu)
-    iterator = ours(store, seeds, arguments, 0)
-    limit_ms, speeds = limit(store, [next(iterator) for _ in range(3)])
+    limit_ms, speeds = limit(store, seeds, arguments)
 
     print(f"{store}\nfan-out {arguments.fan_out}, {arguments.batch_size} seeds a batch; {arguments.rounds} rounds of")
     print(f"{arguments.batches} batches in turn; ms per batch: median (smallest to largest)\n")

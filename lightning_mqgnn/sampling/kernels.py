@@ -207,18 +207,21 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
 
     Cost: one random row of `source` and one streamed row of `out` per index.
     """
-    width = source.shape[1]
-    flat = source.reshape(-1)
-    step = max(1, _CACHE_LINE // source.itemsize)
-    num_rows = len(index)
+    # Unsigned, since numba would look at each signed index whether it counts from the end: twice the time per row.
+    width = np.uint64(source.shape[1])
+    step = np.uint64(max(1, _CACHE_LINE // source.itemsize))
+    from_flat = source.reshape(-1)
+    to_flat = out.reshape(-1)
+    num_rows = np.uint64(len(index))
     for i in range(num_rows):
-        if i + _AHEAD < num_rows:
-            ahead = np.int64(index[i + _AHEAD]) * width
-            for j in range(0, width, step):
-                _prefetch(flat, ahead + j)
-        base = np.int64(index[i]) * width
+        if i + np.uint64(_AHEAD) < num_rows:
+            ahead = np.uint64(index[i + np.uint64(_AHEAD)]) * width
+            for j in range(np.uint64(0), width, step):
+                _prefetch(from_flat, ahead + j)
+        begin = np.uint64(index[i]) * width
+        into = np.uint64(i) * width
         for j in range(width):
-            out[i, j] = flat[base + j]
+            to_flat[into + j] = from_flat[begin + j]
 
 
 @_kernel
