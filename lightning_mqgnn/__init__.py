@@ -5,7 +5,7 @@ in `loader` and `datamodule`. The way of the gradients: `strategy` -> `racom`.
 """
 
 from lightning_mqgnn.datamodule import MQGNNDataModule
-from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.graph import GraphStore, build_store
 from lightning_mqgnn.pipeline import Pipeline, Stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.queues import StageQueue
@@ -25,5 +25,6 @@ __all__ = [
     "SampledSubgraph",
     "Stage",
     "StageQueue",
+    "build_store",
     "synthetic_graph",
 ]

@@ -116,6 +116,8 @@ class MQGNNDataModule(LightningDataModule):
             "batch_size": batch_size,
             "replace": replace,
         }
+        if not isinstance(eval_loader_kwargs, Mapping | None):
+            raise TypeError(f"eval_loader_kwargs={eval_loader_kwargs!r}: give a dict, e.g. {{'batch_size': 4096}}")
         self._eval_arguments: dict[str, Any] = {**self._train_arguments, **(eval_loader_kwargs or {})}
         for name in self._eval_arguments:
             if name not in _EVAL_ARGUMENTS:
@@ -388,6 +390,8 @@ def _seed_nodes(name: str, nodes: InputNodes, num_nodes: int) -> tuple[np.ndarra
         ids = chosen.nonzero().flatten()
     elif chosen.numel() and (chosen.is_floating_point() or chosen.is_complex()):
         raise TypeError(f"{name} has dtype {chosen.dtype}: give a boolean mask or integer node ids")
+    elif name.endswith("_mask"):
+        raise TypeError(f"{name} has dtype {chosen.dtype}: make it boolean, {name}.bool()")
     else:
         ids = chosen.long()
     if not len(ids):

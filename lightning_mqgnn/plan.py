@@ -27,6 +27,7 @@ class EpochPlan:
         drop_last: Only batches of exactly `batch_size` seeds; what is left over is not visited in this epoch.
 
     Raises:
+        TypeError: `batch_size` or `world_size` is not an integer.
         ValueError: A number is out of range, or there are fewer seeds than ranks (or than a batch for each rank, with
             `drop_last`).
     """
@@ -40,8 +41,12 @@ class EpochPlan:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size}: give 1 or more seed nodes per batch")
+        for name in ("batch_size", "world_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer):
+                raise TypeError(f"{name}={value}: give an integer")
+            if value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
         if self.num_seeds < self.world_size:
             raise ValueError(
                 f"{self.num_seeds} seed nodes ({self.stream}) can't be shared by {self.world_size} ranks: "
@@ -63,13 +68,19 @@ class EpochPlan:
         return min(-(-largest // self.batch_size), smallest)
 
     def shard(self, epoch: int, rank: int) -> np.ndarray:
-        """The positions that `rank` visits in `epoch`, in order: int64, (seeds of this rank,)."""
+        """The positions that `rank` visits in `epoch`, in order: int64, (seeds of this rank,).
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank}: ranks go from 0 to {self.world_size - 1}")
         smallest, larger_shards = divmod(self.num_seeds, self.world_size)
         begin = rank * smallest + min(rank, larger_shards)
         end = begin + smallest + (rank < larger_shards)
         if not self.shuffle:
             return np.arange(begin, end)
-        generator = np.random.Generator(np.random.Philox(key=self._digest("order", epoch)))
+        generator = np.random.Generator(np.random.Philox(key=self._digest("order", int(epoch))))
         return generator.permutation(self.num_seeds)[begin:end]
 
     def batches(self, epoch: int, rank: int) -> list[np.ndarray]:
@@ -82,8 +93,8 @@ class EpochPlan:
 
     def key(self, epoch: int, global_batch: int) -> int:
         """The random key (64 bits) of batch `global_batch` = batch * world_size + rank."""
-        return self._digest("batch", epoch, global_batch)
+        return self._digest("batch", int(epoch), int(global_batch))
 
     def _digest(self, *of: object) -> int:
-        text = repr((self.seed, self.stream, *of)).encode()
+        text = repr((int(self.seed), self.stream, *of)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

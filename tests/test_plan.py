@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from lightning_mqgnn import EpochPlan
 
@@ -46,12 +48,13 @@ def test_shards_differ_by_at_most_one_seed_and_batches_are_full_up_to_the_last_t
 
 
 @given(plans(drop_last=True), st.integers(0, 100))
-def test_drop_last_leaves_full_batches_only_and_drops_less_than_one_per_rank(plan, epoch):
+def test_drop_last_leaves_full_batches_only_and_as_many_as_each_rank_can_fill(plan, epoch):
     batches = [batch for batches in all_batches(plan, epoch) for batch in batches]
     assert {len(batch) for batch in batches} == {plan.batch_size}
     visited = np.concatenate(batches)
     assert len(set(visited)) == len(visited)
-    assert plan.num_seeds - len(visited) < plan.world_size * plan.batch_size + plan.world_size
+    assert plan.num_batches == plan.num_seeds // plan.world_size // plan.batch_size
+    assert len(visited) == plan.world_size * plan.num_batches * plan.batch_size
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,31 @@ def test_the_order_is_new_in_each_epoch_and_for_each_seed():
     assert len({tuple(order) for order in orders}) == 6
 
 
+def test_every_order_is_equally_likely():
+    orders = [tuple(EpochPlan(4, 2).shard(epoch, 0)) for epoch in range(2400)]
+    assert len(set(orders)) == 24
+    assert chisquare([orders.count(order) for order in set(orders)]).pvalue > 1e-4
+
+
+def test_training_and_validation_have_orders_of_their_own():
+    train, val = (EpochPlan(50, 8, stream=stream).shard(0, 0).tolist() for stream in ("train", "val"))
+    assert train != val
+
+
+def test_a_plan_has_no_memory():
+    plan = EpochPlan(50, 8, 2)
+    first = plan.shard(3, 1)
+    plan.batches(0, 0), plan.shard(7, 1), plan.key(1, 2)
+    assert np.array_equal(plan.shard(3, 1), first)
+    assert np.array_equal(np.concatenate(plan.batches(3, 1)), first)
+
+
+def test_numbers_of_numpy_name_the_same_batch():
+    plan, same = EpochPlan(50, 8, seed=3), EpochPlan(50, 8, seed=np.int64(3))
+    assert plan.key(2, 5) == plan.key(np.int64(2), np.int64(5)) == same.key(2, 5)
+    assert plan.shard(2, 0).tolist() == plan.shard(np.int64(2), 0).tolist() == same.shard(2, 0).tolist()
+
+
 def test_without_shuffle_ranks_get_consecutive_seeds_in_order():
     plan = EpochPlan(5, 2, world_size=2, shuffle=False)
     for epoch in (0, 1):
@@ -83,7 +111,8 @@ def test_without_shuffle_ranks_get_consecutive_seeds_in_order():
 
 def test_another_process_makes_the_same_plan():
     script = "from lightning_mqgnn import *; p = EpochPlan(50, 8, 2, 3); print([*p.shard(4, 1)], p.key(4, 9))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # hash() of a string differs between processes
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     plan = EpochPlan(50, 8, 2, 3)
     assert done.stdout.strip() == f"{[*plan.shard(4, 1)]} {plan.key(4, 9)}"
 

@@ -108,6 +108,47 @@ def test_degree_below_equal_and_above_the_fan_out(degree, drawn):
     assert len(set(block.node.tolist())) == drawn + 1
 
 
+WAYS_OF_DRAWING = [
+    (64, 1),  # a bit mask
+    (64, 63),
+    (65, 1),  # a scan of what was drawn
+    (65, 22),
+    (72, 23),
+    (65, 23),  # one pass over the neighbours
+    (72, 24),
+    (66, 65),
+]
+
+
+@pytest.mark.parametrize(("degree", "fanout"), WAYS_OF_DRAWING)
+@pytest.mark.parametrize("replace", [False, True])
+def test_every_way_of_drawing_keeps_to_the_definition(degree, fanout, replace):
+    edges = [(source, node) for node in (0, 1) for source in range(2, degree + 2)]
+    store = GraphStore.from_data(make_graph(degree + 2, edges))
+    of = NeighborSampler(store, [fanout], replace)
+    for key in range(200):
+        check(sample(of, [1, 0], key), store, [1, 0], [fanout], replace)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_graph_of_one_node(replace):
+    alone = sample(sampler(1, [], [2, 2], replace), [0])
+    assert (alone.node.tolist(), alone.num_sampled_nodes, alone.num_sampled_edges) == ([0], [1, 0, 0], [0, 0])
+    loop = sample(sampler(1, [(0, 0)], [2, 2], replace), [0])
+    assert loop.row.tolist() == [0] * (2 if replace else 1)
+    assert (loop.num_sampled_nodes, loop.num_sampled_edges[1]) == ([1, 0, 0], 0)
+
+
+def test_a_graph_without_nodes():
+    block = sample(sampler(0, [], [2, -1]), np.zeros(0, np.int64))
+    assert (len(block.node), len(block.row), block.num_sampled_nodes) == (0, 0, [0, 0, 0])
+
+
+def test_a_fan_out_of_0_ends_the_block():
+    block = sample(sampler(3, [(1, 0), (2, 1)], [0, -1]), [0])
+    assert (block.node.tolist(), block.num_sampled_edges) == ([0], [0, 0])
+
+
 def test_no_seeds_give_an_empty_block():
     block = sample(star(3, 2), [])
     assert (len(block.node), len(block.row), block.num_sampled_nodes) == (0, 0, [0, 0])
@@ -126,6 +167,7 @@ DRAWS = 6000
         (65, 5, False),  # the scan of what was drawn
         (300, 12, False),
         (100, 40, False),  # one pass over the neighbours
+        (80, 40, False),
         (7, 5, True),
         (100, 9, True),
     ],
@@ -144,7 +186,7 @@ def chi_square_limit(freedom):
     return chi2.isf(1e-5, freedom)
 
 
-@pytest.mark.parametrize(("degree", "fanout"), [(5, 2), (6, 3), (4, 1), (5, 4)])
+@pytest.mark.parametrize(("degree", "fanout"), [(5, 2), (6, 3), (4, 1), (5, 4), (64, 63), (65, 1), (66, 65)])
 def test_every_subset_is_equally_likely(degree, fanout):
     of = star(degree, fanout)
     subsets = dict.fromkeys(combinations(range(degree), fanout), 0)
@@ -180,10 +222,26 @@ def test_hops_draw_independently():
     """0 <- 1 <- {2 ... 5} and 1 again as a seed's neighbour at the second hop: the draws for 1 differ."""
     edges = [(1, 0), *[(source, 1) for source in range(2, 6)]]
     of = sampler(6, edges, [1, 1])
-    as_seed = [int(sample(of, [1], key).position[0]) for key in range(200)]
-    as_neighbour = [int(sample(of, [0], key).position[1]) for key in range(200)]
-    agreeing = sum(a == b for a, b in zip(as_seed, as_neighbour, strict=True))
-    assert 25 < agreeing < 75  # a quarter, by chance
+    table = np.zeros((4, 4))
+    for key in range(DRAWS):
+        as_seed, as_neighbour = sample(of, [1], key).position[0], sample(of, [0], key).position[1]
+        table[as_seed - 1, as_neighbour - 1] += 1  # edge 0 leads into node 0
+    assert chisquare(table.ravel()).pvalue > 1e-5
+
+
+def test_near_keys_draw_independently():
+    of = star(4, 1)
+    drawn = np.array([int(sample(of, [0], key).position[0]) for key in range(DRAWS + 1)])
+    table = np.bincount(4 * drawn[:-1] + drawn[1:], minlength=16)
+    assert chi2_contingency(table.reshape(4, 4)).pvalue > 1e-5
+
+
+def test_draws_with_replacement_are_independent_of_each_other():
+    of = star(4, 2, replace=True)
+    table = np.zeros((4, 4))
+    for key in range(DRAWS):
+        table[tuple(sample(of, [0], key).position)] += 1
+    assert chisquare(table.ravel()).pvalue > 1e-5
 
 
 # What is drawn depends on the key, the hop and the node alone
@@ -224,6 +282,30 @@ def test_blocks_larger_than_the_scratch_memory_are_complete(store):
     check(sample(small_first, range(300)), store, range(300), [-1, -1, -1], False)
 
 
+@pytest.mark.parametrize("num_seeds", [500, 511, 512, 513, 1000])
+def test_seeds_and_their_neighbours_outgrow_the_scratch_memory_that_their_edges_fit_into(num_seeds):
+    """Memory is made for 1024 edges and as many nodes at first."""
+    edges = [(num_seeds + seed, seed) for seed in range(num_seeds)]
+    store = GraphStore.from_data(make_graph(2 * num_seeds, edges))
+    check(sample(NeighborSampler(store, [2]), range(num_seeds)), store, range(num_seeds), [2], False)
+
+
+def test_memory_that_grew_gives_what_memory_of_the_right_size_gives(store):
+    of = NeighborSampler(store, [30, 30, 30])
+    sample(of, [0])
+    grown = sample(of, range(300), 7)  # too large for what the first call allocated
+    assert_same(grown, sample(of, range(300), 7))
+
+
+def test_the_last_tags_are_as_good_as_the_first(store):
+    of, fresh = NeighborSampler(store, [5, 5]), NeighborSampler(store, [5, 5])
+    sample(of, [9, 8, 7])
+    of._idle[0]._tag = neighbor._MAX_TAG - 3
+    for key in range(6):
+        assert_same(sample(of, [1, 2, 3], key), sample(fresh, [1, 2, 3], key))
+    assert of._idle[0]._tag == 3
+
+
 def test_the_table_is_emptied_when_its_tags_run_out(store, monkeypatch):
     monkeypatch.setattr(neighbor, "_MAX_TAG", 3)
     of = NeighborSampler(store, [5, 5])
@@ -248,22 +330,34 @@ def test_all_neighbours_are_those_of_pyg_hop_by_hop():
     edge_id = GraphStore.from_data(data).edge_id.numpy()
     for i, batch in enumerate(pyg_loader(data, [-1, -1], seeds, 8)):
         block = sample(of, seeds[8 * i : 8 * i + 8])
-        assert sorted(block.node.tolist()) == sorted(batch.n_id.tolist())
-        cut = block.num_sampled_edges[0]
-        for ours, theirs in ((slice(cut), slice(cut)), (slice(cut, None), slice(cut, None))):
-            assert sorted(edge_id[block.position[ours]]) == sorted(batch.e_id[theirs].tolist())
+        edges = edge_id[block.position]
+        for ours, theirs, counts in (
+            (block.node, batch.n_id, block.num_sampled_nodes),
+            (edges, batch.e_id, block.num_sampled_edges),
+        ):
+            assert len(ours) == len(theirs)
+            begin = 0
+            for count in counts:
+                assert sorted(ours[begin : begin + count]) == sorted(theirs[begin : begin + count].tolist())
+                begin += count
+        if WITH_PYG_LIB:  # the other backend does not count
+            assert block.num_sampled_nodes == list(batch.num_sampled_nodes)
+            assert block.num_sampled_edges == list(batch.num_sampled_edges)
 
 
 @needs_pyg
 def test_neighbours_are_drawn_as_often_as_by_pyg():
     """With replacement; without, the torch-sparse backend draws the last neighbours of a node too rarely."""
-    degree, fanout, draws = 12, 4, 3000
+    degree, fanout, draws = 12, 2, 3000
     data = make_graph(degree + 1, [(source, 0) for source in range(1, degree + 1)])
     of = star(degree, fanout, replace=True)
     ours = np.bincount(np.concatenate([sample(of, [0], key).position for key in range(draws)]), minlength=degree)
+    torch.manual_seed(0)
     loader = pyg_loader(data, [fanout], [0], 1, replace=True)
     theirs = np.bincount(torch.cat([next(iter(loader)).e_id for _ in range(draws)]), minlength=degree)
     assert ours.sum() == theirs.sum() == draws * fanout
+    assert chisquare(ours).pvalue > 1e-5
+    assert chisquare(theirs).pvalue > 1e-5
     assert chi2_contingency([ours, theirs]).pvalue > 1e-5
 
 
@@ -272,12 +366,13 @@ def test_neighbours_are_drawn_as_often_as_by_pyg():
 
 def test_compiling_is_announced_and_happens_once_per_machine(tmp_path):
     script = (
-        "import logging; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "import logging; logging.basicConfig(level=logging.INFO, format='%(levelname)s %(name)s %(message)s')\n"
         "import sys; sys.path.insert(0, 'tests')\n"
         "from graphs import random_graph; from lightning_mqgnn import *\n"
         "NeighborSampler(GraphStore.from_data(random_graph()), [2]).warm_up()"
     )
-    announced = ["Compiling the sampling kernels" in run_with_cache(script, tmp_path) for _ in range(2)]
+    message = "INFO lightning_mqgnn.sampling.neighbor Compiling the sampling kernels"
+    announced = [message in run_with_cache(script, tmp_path) for _ in range(2)]
     assert announced == [True, False]
 
 

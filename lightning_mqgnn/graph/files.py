@@ -70,13 +70,21 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     if not (path / _DESCRIPTION).is_file():
         raise FileNotFoundError(f"path={str(path)!r} is no graph store: it holds no {_DESCRIPTION}")
-    description = json.loads((path / _DESCRIPTION).read_text())
+    try:
+        description = json.loads((path / _DESCRIPTION).read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(path / _DESCRIPTION)!r} can't be read ({error}): save the graph again") from error
     if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
         raise ValueError(
             f"path={str(path)!r} has format {description.get('format')!r}, version {description.get('version')!r}; "
             f"this release reads {_FORMAT!r}, version {_VERSION}. Save the graph again with this release"
         )
     arrays = {name: _map(path / f"{name}.npy", **entry) for name, entry in description["arrays"].items()}
+    for name in ("colptr", "row"):
+        if name not in arrays:
+            raise ValueError(f"{str(path / _DESCRIPTION)!r} does not list {name}: save the graph again")
+    if int(arrays["colptr"][-1]) != len(arrays["row"]):
+        raise ValueError(f"path={str(path)!r}: colptr does not end with the number of edges, save the graph again")
     return arrays, description["graph_attrs"]
 
 

@@ -91,6 +91,7 @@ class GraphStore:
         for name, value in data.to_dict().items():
             if name in ("edge_index", "num_nodes"):
                 continue
+            _check_attribute(name, value, num_nodes, num_edges)
             if isinstance(value, Tensor):
                 value = value.detach().cpu()
             if isinstance(value, Tensor) and data.is_node_attr(name):
@@ -98,10 +99,9 @@ class GraphStore:
             elif isinstance(value, Tensor) and data.is_edge_attr(name):
                 edge_attrs[name] = value.contiguous()
             else:
-                _check_not_per_node(name, value, num_nodes)
                 graph_attrs[name] = value
         for name, tensor in {**node_attrs, **edge_attrs}.items():
-            if check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if check_finite and not bool(torch.isfinite(tensor).all()):
                 first = int((~torch.isfinite(tensor)).flatten(1 if tensor.dim() > 1 else 0).nonzero()[0, 0])
                 raise ValueError(f"data.{name} holds NaN or infinity, first in row {first}: replace it before training")
 
@@ -126,8 +126,12 @@ class GraphStore:
         Raises:
             FileExistsError: `path` exists.
             TypeError: A graph-level attribute is neither a tensor nor representable in JSON.
+            ValueError: The name of an attribute can't be that of a file.
         """
         path = Path(path)
+        for name in (*self.node_attrs, *self.edge_attrs, *self.graph_attrs):
+            if "/" in name:
+                raise ValueError(f"attribute {name!r} can't be the name of a file: rename it")
         tensors = {f"graph.{name}": value for name, value in self.graph_attrs.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in self.graph_attrs.items() if not isinstance(value, Tensor)}
         for name, value in plain.items():
@@ -212,10 +216,20 @@ def _check_range(edge_index: Tensor, num_nodes: int) -> None:
     )
 
 
-def _check_not_per_node(name: str, value: Any, num_nodes: int) -> None:
-    """Refuse an attribute that should have had a row per node."""
-    if isinstance(value, Tensor) and (name in ("x", "y") or name.endswith("_mask")):
+def _check_attribute(name: str, value: Any, num_nodes: int, num_edges: int) -> None:
+    """Refuse what can't be gathered, and what must have a row per node or edge, by its name, and has not."""
+    if name in ("x", "y") or name.endswith("_mask"):
+        rows, what = num_nodes, "nodes"
+    elif name in ("edge_attr", "edge_weight"):
+        rows, what = num_edges, "edges"
+    else:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"data.{name} is a {type(value).__name__}: give a tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"data.{name} is sparse ({value.layout}): make it dense, data.{name}.to_dense()")
+    if value.dim() == 0 or len(value) != rows:
+        counts = f"{num_nodes} nodes" if what == "nodes" else f"{num_nodes} nodes and {num_edges} edges"
         raise ValueError(
-            f"data.{name} has shape {tuple(value.shape)} in a graph of {num_nodes} nodes: its first dimension must be "
-            f"{num_nodes}"
+            f"data.{name} has shape {tuple(value.shape)} in a graph of {counts}: its first dimension must be {rows}"
         )

@@ -115,8 +115,8 @@ def sample_neighbors(
     fanouts: np.ndarray,
     replace: bool,
     key: np.uint64,
-    num_seeds: np.int64,
-    tag: np.int64,
+    num_seeds: int,
+    tag: int,
     table: np.ndarray,
     node: np.ndarray,
     neighbor: np.ndarray,
@@ -143,15 +143,14 @@ def sample_neighbors(
         Whether the output arrays were long enough; if not, their content is void.
     """
     mask = np.int64(0xFFFFFFFF)
-    stamp = tag << np.int64(32)
+    stamp = np.int64(tag) << np.int64(32)
     room = len(out_row)
-    num_nodes = 0
-    for i in range(num_seeds):  # a seed that comes twice keeps its first local id, and its place
+    for i in range(num_seeds):  # a seed that comes twice keeps its place; edges refer to the first
         seed = node[i]
         if table[seed] >> np.int64(32) != tag:
             table[seed] = stamp | np.int64(i)
-        num_nodes += 1
-    hop_nodes[0] = num_nodes
+    hop_nodes[0] = num_seeds
+    num_nodes = num_seeds
     num_edges = 0
     begin = 0
     for hop in range(len(fanouts)):

@@ -51,7 +51,13 @@ class NeighborSampler:
             seeds: (seeds,) node ids, any integer dtype.
             key: Random key, 64 bits.
             input_id: (seeds,) what to call the seeds in the batch; their place in `seeds` if left out.
+
+        Raises:
+            ValueError: A seed is no node of the graph.
         """
+        if len(seeds) and not 0 <= seeds.min() <= seeds.max() < self._num_nodes:
+            bad = seeds[(seeds < 0) | (seeds >= self._num_nodes)][0]
+            raise ValueError(f"seeds hold node {bad}: ids go from 0 to {self._num_nodes - 1}")
         try:
             scratch = self._idle.pop()
         except IndexError:
@@ -140,7 +146,7 @@ def check_num_neighbors(num_neighbors: Sequence[int]) -> tuple[int, ...]:
             raise TypeError(
                 f"num_neighbors={list(num_neighbors)} holds {fanout!r}: give integers, -1 for all neighbours"
             )
-        if fanout < -1:
+        if not -1 <= fanout < 2**31:
             raise ValueError(f"num_neighbors={list(num_neighbors)} holds {fanout}: give -1 (all neighbours), 0 or more")
     if not num_neighbors:
         raise ValueError("num_neighbors=[] has no hop: give one fan-out per layer of the model, e.g. [15, 10]")
