@@ -155,8 +155,6 @@ class MQGNNDataModule(LightningDataModule):
         self._loaders: dict[str, tuple[object, MQGNNLoader]] = {}
         self._resume_at: dict[str, int] | None = None
 
-    # Lightning's hooks, in the order in which a Trainer calls them
-
     @property
     def store(self) -> GraphStore:
         """The graph.
@@ -168,6 +166,8 @@ class MQGNNDataModule(LightningDataModule):
             raise RuntimeError("the graph is not there yet: call datamodule.setup() first, or let a Trainer do it")
         return self._store
 
+    # Lightning's hooks, in the order in which a Trainer calls them
+
     def prepare_data(self) -> None:
         """On one rank per machine: save the graph if that was asked for, and compile the kernels, for all ranks."""
         self._save()
@@ -175,8 +175,7 @@ class MQGNNDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Map the graph, load the kernels and check that every rank gets seed nodes."""
-        if self._store is None:
-            self._save()
+        self._save()
         self._warm_up()
         for split, needed_by in _SPLITS.items():
             if split in self._seeds and stage in (needed_by, None):

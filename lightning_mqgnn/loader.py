@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ class MQGNNLoader:
         if self._active is None or first_batch or self._num_taken < len(self):
             return False
         course, pipeline = self._active
-        return not pipeline.closed and course[pipeline.num_yielded][:2] == (epoch, 0)
+        return not pipeline.closed and course.place(pipeline.num_yielded) == (epoch, 0)
 
     def _sample(self, task: _Task, rank: int | None = None) -> Any:
         epoch, batch, chosen = task
@@ -165,25 +166,28 @@ class _Course:
     def __init__(
         self, plan: EpochPlan, rank: int, epoch: int, first_batch: int, epoch_after: Callable[[int], int | None]
     ) -> None:
-        self._plan = plan
-        self._rank = rank
+        self._num_batches = plan.num_batches
+        self._batches_of = lru_cache(maxsize=4)(partial(plan.batches, rank=rank))
         self._skipped = first_batch
         self._epoch_after = epoch_after
         self._epochs = [epoch]
-        self._batches = {epoch: plan.batches(epoch, rank)}
         self._extending = threading.Lock()
         self._ended = False
 
     def __len__(self) -> int:
         """Tasks of the epochs that are known."""
-        return len(self._epochs) * self._plan.num_batches - self._skipped
+        return len(self._epochs) * self._num_batches - self._skipped
 
     def __getitem__(self, number: int) -> _Task:
-        index, batch = divmod(number + self._skipped, self._plan.num_batches)
+        epoch, batch = self.place(number)
+        return epoch, batch, self._batches_of(epoch)[batch]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Epoch and batch of a task."""
+        index, batch = divmod(number + self._skipped, self._num_batches)
         if index >= len(self._epochs):
             self._extend(index)
-        epoch = self._epochs[index]
-        return epoch, batch, self._batches[epoch][batch]
+        return self._epochs[index], batch
 
     def _extend(self, index: int) -> None:
         with self._extending:
@@ -192,7 +196,4 @@ class _Course:
                 if epoch is None:
                     self._ended = True
                     raise IndexError(index)
-                self._batches[epoch] = self._plan.batches(epoch, self._rank)
                 self._epochs.append(epoch)
-                for old in self._epochs[:-2]:
-                    self._batches.pop(old, None)

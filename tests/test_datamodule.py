@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import our_threads
 from graphs import random_graph
+from hypothesis import given
+from hypothesis import strategies as st
 from torch_geometric.data import Data
 from torch_geometric.utils import k_hop_subgraph
 
@@ -250,6 +252,31 @@ def test_the_next_epoch_begins_while_the_last_batch_of_this_one_is_used():
     assert len(made) == len(waiting.used) == 16  # nothing was made in vain
     for one, other in zip(made, waiting.used, strict=True):
         assert torch.equal(one, other)
+
+
+@given(
+    threads=st.tuples(st.integers(0, 3), st.integers(0, 2)),
+    queue_size=st.integers(1, 3),
+    batch_size=st.sampled_from([240, 100, 30]),
+    known=st.lists(st.booleans(), min_size=6, max_size=6),
+    cut_off_at=st.lists(st.sampled_from([None, None, 0, 1]), min_size=4, max_size=4),
+)
+def test_passes_follow_each_other_whatever_is_known_and_cut_off(threads, queue_size, batch_size, known, cut_off_at):
+    sampling_threads, prepare_threads = threads
+    datamodule = module(
+        batch_size=batch_size, sampling_threads=sampling_threads, prepare_threads=prepare_threads, queue_size=queue_size
+    )
+    loader = datamodule.train_dataloader()
+    loader._epoch_after = lambda epoch: epoch + 1 if epoch < len(known) and known[epoch] else None
+    for epoch, cut_off in enumerate(cut_off_at):
+        for index, batch in enumerate(loader):
+            assert torch.equal(batch.e_id, datamodule.replay(epoch, index).e_id)
+            if index == cut_off:
+                break
+        else:
+            assert index == len(loader) - 1
+    datamodule.teardown()
+    assert our_threads() == []
 
 
 def test_epochs_that_become_known_too_late_do_not_revive_a_course_that_has_ended():

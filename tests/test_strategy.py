@@ -44,6 +44,11 @@ ONLY_MQGNN = [
 ]
 
 
+def files_in_shared_memory() -> set[str]:
+    """All but the semaphores of `multiprocessing`, whose own helper removes them some time after a process ended."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 class Outcomes:
     """Starts scenarios and loads what each rank wrote."""
 
@@ -55,10 +60,10 @@ class Outcomes:
         folder.mkdir()
         command = [sys.executable, str(Path(__file__).parent / "launch.py"), str(folder), strategy, str(devices)]
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        shared_memory = set(os.listdir("/dev/shm"))
+        shared_memory = files_in_shared_memory()
         done = subprocess.run([*command, *scenarios], capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert set(os.listdir("/dev/shm")) <= shared_memory
+        assert files_in_shared_memory() <= shared_memory
         return self
 
     def __call__(self, strategy: str, scenario: str, rank: int, devices: int = 2) -> dict:
