@@ -123,6 +123,7 @@ class Pipeline(Iterator[Any]):
         source: _Tasks | StageQueue[Any] = _Tasks(self._tasks)
         queues: list[StageQueue[Any]] = []
         threads: list[threading.Thread] = []
+        all_started = threading.Event()
         inline: list[Stage] = []
         for stage in self._stages:
             inline.append(stage)
@@ -131,13 +132,16 @@ class Pipeline(Iterator[Any]):
                 for i in range(stage.threads):
                     chain = _Chain(source, inline, self._clocks)
                     name = f"mqgnn-{stage.name}-{i}"
-                    threads.append(threading.Thread(target=_run, args=(chain, queue), name=name, daemon=True))
+                    threads.append(
+                        threading.Thread(target=_run, args=(all_started, chain, queue), name=name, daemon=True)
+                    )
                 queues.append(queue)
                 source, inline = queue, []
         # The threads know their queues but not the pipeline, so that dropping it ends them.
-        self._stop = weakref.finalize(self, _stop, queues, threads)
+        self._stop = weakref.finalize(self, _stop, all_started, queues, threads)
         for thread in threads:
             thread.start()
+        all_started.set()
         return _Chain(source, inline, self._clocks)
 
 
@@ -154,6 +158,8 @@ class _Tasks:
             return number, self._tasks[number]
         except IndexError:
             raise QueueClosed from None
+        except Exception as error:  # the number is taken: somebody will wait for its result
+            return number, _Failure(error)
 
 
 class _Failure:
@@ -198,10 +204,11 @@ class _Chain:
         return number, item
 
 
-def _run(chain: _Chain, queue: StageQueue[Any]) -> None:
+def _run(all_started: threading.Event, chain: _Chain, queue: StageQueue[Any]) -> None:
+    all_started.wait()  # so a thread whose start Ctrl-C interrupts has not begun anything, and ends at once
     clock = chain.last_clock
     try:
-        while True:
+        while not queue.closed:
             number, item = chain.get()
             began = time.perf_counter()
             queue.put(number, item)
@@ -211,10 +218,11 @@ def _run(chain: _Chain, queue: StageQueue[Any]) -> None:
         pass
 
 
-def _stop(queues: Sequence[StageQueue[Any]], threads: Sequence[threading.Thread]) -> None:
+def _stop(all_started: threading.Event, queues: Sequence[StageQueue[Any]], threads: Sequence[threading.Thread]) -> None:
     for queue in queues:
         queue.close()
+    all_started.set()
     for thread in threads:
-        started = thread.ident is not None  # not all are, when Ctrl-C hits the start
+        started = thread.ident is not None  # not all are if Ctrl-C came in between
         if started and thread is not threading.current_thread():  # garbage collection may run in any thread
             thread.join()

@@ -72,6 +72,11 @@ class StageQueue(Generic[_T]):
         self._hand_on_place()
         return number, item
 
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed."""
+        return self._items.closed
+
     def close(self) -> None:
         """Drop all items and wake everybody who waits, with `QueueClosed`. May be called from any thread, and again."""
         self._items.close()
@@ -112,7 +117,7 @@ class _Exchange:
 
     def __init__(self) -> None:
         self._left: dict[int, Any] = {}  # per number: its value, or the waiter for it
-        self._closed = False
+        self.closed = False
 
     def leave(self, number: int, value: Any) -> None:
         waiter = self._left.setdefault(number, value)
@@ -124,12 +129,12 @@ class _Exchange:
         value = self._left.pop(number, _ABSENT)
         if value is _ABSENT:
             value = self._wait(number)
-        if self._closed or value is _CLOSED:
+        if self.closed or value is _CLOSED:
             raise QueueClosed
         return value
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for number in list(self._left):
             waiter = self._left.pop(number, _ABSENT)
             if isinstance(waiter, _Waiter):
@@ -145,7 +150,7 @@ class _Exchange:
             del self._left[number]
             return value
         # `close` sets its flag before it looks for waiters: either it finds this one, or the flag is seen here.
-        if self._closed and self._left.pop(number, _ABSENT) is waiter:
+        if self.closed and self._left.pop(number, _ABSENT) is waiter:
             return _CLOSED
         waiter.lock.acquire()
         return waiter.value

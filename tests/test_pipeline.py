@@ -67,6 +67,19 @@ def test_a_failure_is_raised_at_its_item_with_its_own_traceback(threads):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
+def test_tasks_that_fail_are_raised_like_failing_stages(threads):
+    class Failing(list):
+        def __getitem__(self, number):
+            return fail_at_3(super().__getitem__(number))
+
+    pipeline = Pipeline(Failing(range(10)), [Stage("a", double, threads)])
+    assert [next(pipeline) for _ in range(3)] == [0, 2, 4]
+    with pytest.raises(KeyError, match="planted"):
+        next(pipeline)
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("threads", [0, 2])
 def test_a_stray_stop_iteration_does_not_end_the_data_silently(threads):
     pipeline = Pipeline(range(3), [Stage("a", lambda x: next(iter([])), threads)])
     with pytest.raises(RuntimeError, match="stage 'a' raised StopIteration at item 0"):
