@@ -78,8 +78,10 @@ def average_buffers(module: Module, group: dist.ProcessGroup | None = None) -> N
         return
     for buffer in module.buffers():
         if buffer.is_floating_point():
-            buffer.div_(world_size)
-            dist.all_reduce(buffer, group=group)
+            # In double precision, so that a buffer that is equal on all ranks (class weights) stays as it is.
+            total = buffer.double()
+            dist.all_reduce(total, group=group)
+            buffer.copy_(total.div_(world_size))
         else:
             dist.broadcast(buffer, src=0, group=group)
 

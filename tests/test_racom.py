@@ -31,6 +31,10 @@ def with_gradient(value, shape=(2, 3), dtype=torch.float32):
     return parameter
 
 
+def flat_addresses(exchange):
+    return [buffer.flat.data_ptr() for buffers in exchange._layouts.values() for buffer in buffers]
+
+
 def exchange_many(rank):
     everywhere = with_gradient(rank + 1)
     on_one = with_gradient(6 if rank == 0 else None, (4,))
@@ -42,6 +46,7 @@ def exchange_many(rank):
     exchange = GradientExchange()
     exchange(parameters)
     after_one = [None if p.grad is None else p.grad.clone() for p in parameters]
+    addresses = flat_addresses(exchange)
     for _ in range(4):
         exchange(parameters)  # the mean of means
     return {
@@ -50,13 +55,18 @@ def exchange_many(rank):
         "exchanges": exchange.exchanges,
         "bytes": exchange.bytes,
         "layouts": len(exchange._layouts),
+        "same_memory": flat_addresses(exchange) == addresses,
         "seconds": exchange.seconds,
     }
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_rank_gets_the_mean_gradient(tmp_path, world_size):
-    for outcome in run_ranks(world_size, exchange_many, tmp_path):
+    outcomes = run_ranks(world_size, exchange_many, tmp_path)
+    for outcome in outcomes:
+        for grad, grad_of_rank_0 in zip(outcome["grads"], outcomes[0]["grads"], strict=True):
+            assert (grad is None) == (grad_of_rank_0 is None)
+            assert grad is None or torch.equal(grad, grad_of_rank_0)
         everywhere, on_one, nowhere, scalar, double, short = outcome["grads"]
         mean_rank = (world_size - 1) / 2
         assert torch.allclose(everywhere, torch.full((2, 3), mean_rank + 1))
@@ -71,6 +81,7 @@ def test_buffers_are_made_once_and_bytes_are_counted(tmp_path):
     for outcome in run_ranks(2, exchange_many, tmp_path):
         assert outcome["exchanges"] == 5
         assert outcome["layouts"] == 1
+        assert outcome["same_memory"]
         # float32: 6 + 4 + 5 + 1 gradients and 4 flags; float64: 3 and 1; bfloat16: 3 and 1
         assert outcome["bytes"] == 5 * (20 * 4 + 4 * 8 + 4 * 2)
         assert outcome["seconds"] > 0
@@ -94,17 +105,77 @@ def test_sparse_gradients_are_refused_with_the_remedy(tmp_path):
         assert "sparse=False" in message
 
 
+def exchange_in_turn(rank):
+    """Two sets of parameters, like two optimizers."""
+    one, other = with_gradient(rank), with_gradient(10 * rank, (3, 2))
+    exchange = GradientExchange()
+    for _ in range(3):
+        exchange([one])
+        exchange([other])
+    exchange([])
+    layouts = len(exchange._layouts)
+    exchange.release()
+    return {
+        "grads": [one.grad, other.grad],
+        "exchanges": exchange.exchanges,
+        "layouts": [layouts, flat_addresses(exchange)],
+    }
+
+
+def test_each_set_of_parameters_has_buffers_of_its_own_until_they_are_released(tmp_path):
+    for outcome in run_ranks(2, exchange_in_turn, tmp_path):
+        assert torch.equal(outcome["grads"][0], torch.full((2, 3), 0.5))
+        assert torch.equal(outcome["grads"][1], torch.full((3, 2), 5.0))
+        assert outcome["exchanges"] == 6  # no parameters, no exchange
+        assert outcome["layouts"] == [2, []]
+
+
+def exchange_less_and_less(rank):
+    """All ranks have a gradient, then all but rank 0, then none."""
+    parameter = with_gradient(8, (4,))
+    exchange = GradientExchange()
+    exchange([parameter])
+    parameter.grad = None if rank == 0 else torch.full((4,), 6.0)
+    exchange([parameter])
+    second, parameter.grad = parameter.grad, None
+    exchange([parameter])
+    return second, parameter.grad
+
+
+def test_nothing_of_an_earlier_step_is_sent_again(tmp_path):
+    for second, third in run_ranks(2, exchange_less_and_less, tmp_path):
+        assert torch.equal(second, torch.full((4,), 3.0))
+        assert third is None
+
+
+def exchange_transposed(rank):
+    parameter = Parameter(torch.zeros(2, 3).t())
+    parameter.grad = torch.arange(6.0).view(3, 2) * (rank + 1)
+    GradientExchange()([parameter])
+    return parameter.grad
+
+
+def test_gradients_need_not_lie_in_memory_as_their_parameters_do(tmp_path):
+    for grad in run_ranks(2, exchange_transposed, tmp_path):
+        assert torch.equal(grad, torch.arange(6.0).view(3, 2) * 1.5)
+
+
 def exchange_alone(rank):
     parameter = with_gradient(3)
     exchange = GradientExchange()
     exchange([parameter])
-    return exchange.exchanges, parameter.grad
+    module = BatchNorm1d(4)
+    module.running_mean += 0.1
+    broadcast_state(module)
+    average_buffers(module)
+    return exchange.exchanges, parameter.grad, module.running_mean
 
 
 def test_one_rank_has_nothing_to_exchange(tmp_path):
-    ((exchanges, grad),) = run_ranks(1, exchange_alone, tmp_path)
+    ((exchanges, grad, mean),) = run_ranks(1, exchange_alone, tmp_path)
     assert exchanges == 0
     assert torch.equal(grad, torch.full((2, 3), 3.0))
+    assert torch.equal(mean, torch.full((4,), 0.1))
 
 
 def share_state(rank):
@@ -120,12 +191,32 @@ def share_state(rank):
     return {"first": first, "own": own, "averaged": module[1].running_mean, "count": module[1].num_batches_tracked}
 
 
-def test_ranks_begin_with_the_state_of_rank_0_and_average_their_buffers(tmp_path):
-    one, other = run_ranks(2, share_state, tmp_path)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_begin_with_the_state_of_rank_0_and_average_their_buffers(tmp_path, world_size):
+    outcomes = run_ranks(world_size, share_state, tmp_path)
     torch.manual_seed(0)
     expected = Linear(3, 4)
-    for outcome in (one, other):
+    mean = torch.stack([outcome["own"] for outcome in outcomes]).mean(0)
+    for outcome in outcomes:
         assert torch.equal(outcome["first"]["0.weight"], expected.weight)
-        assert torch.allclose(outcome["averaged"], (one["own"] + other["own"]) / 2)
+        assert torch.allclose(outcome["averaged"], mean)
+        assert torch.equal(outcome["averaged"], outcomes[0]["averaged"])
         assert outcome["count"] == 1  # rank 0's
-    assert torch.equal(one["averaged"], other["averaged"])
+
+
+def average_constants(rank):
+    module = torch.nn.Module()
+    weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    module.register_buffer("class_weights", weights.clone())
+    module.register_buffer("short", weights.bfloat16())
+    average_buffers(module)
+    return {
+        "class_weights": torch.equal(module.class_weights, weights),
+        "short": torch.equal(module.short, weights.bfloat16()),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_buffer_that_is_equal_on_all_ranks_stays_as_it_is(tmp_path, world_size):
+    for unchanged in run_ranks(world_size, average_constants, tmp_path):
+        assert unchanged == {"class_weights": True, "short": True}
