@@ -28,7 +28,13 @@ from torch_geometric.nn import SAGEConv
 from lightning_mqgnn import MQGNNDataModule, MQGNNStrategy
 
 SCENARIOS: dict[str, Callable[[str, Path], dict[str, Any]]] = {}
-DDP_NEEDS_UNUSED = {"unused_on_one_rank", "unused_on_all_ranks", "two_optimizers", "two_optimizers_and_accumulation"}
+DDP_NEEDS_UNUSED = {
+    "unused_on_one_rank",
+    "unused_on_all_ranks",
+    "two_optimizers",
+    "two_optimizers_and_accumulation",
+    "unfreezing",
+}
 
 
 def scenario(function: Callable[[str, Path], dict[str, Any]]) -> Callable[[str, Path], dict[str, Any]]:
@@ -144,7 +150,10 @@ def fit(module: Sage, strategy: Any, data: Any = None, **arguments: Any) -> dict
         arguments.setdefault("max_steps", 20)
     trainer = make_trainer(strategy, **arguments)
     trainer.fit(module, datamodule=data or datamodule())
-    return result(module, steps=trainer.global_step)
+    counted = {}
+    if isinstance(trainer.strategy, MQGNNStrategy) and trainer.strategy.exchange is not None:
+        counted = {"exchanges": trainer.strategy.exchange.exchanges, "bytes": trainer.strategy.exchange.bytes}
+    return result(module, steps=trainer.global_step, **counted)
 
 
 # Weights must be those of ddp
@@ -196,6 +205,17 @@ def fp16_with_a_scaler(strategy: str, folder: Path) -> dict[str, Any]:
 
 
 @scenario
+def fp16_overflow_on_one_rank(strategy: str, folder: Path) -> dict[str, Any]:
+    class Overflowing(Sage):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e38 if (self.global_rank, self.global_step) == (1, 3) else loss
+
+    scaling = MixedPrecision("16-mixed", "cpu")
+    return {**fit(Overflowing(sgd), strategy, plugins=[scaling]), "scale": scaling.scaler.get_scale()}
+
+
+@scenario
 def two_optimizers(strategy: str, folder: Path) -> dict[str, Any]:
     return fit(TwoOptimizers(), strategy, max_steps=40)
 
@@ -222,15 +242,46 @@ def unused_on_all_ranks(strategy: str, folder: Path) -> dict[str, Any]:
 
 @scenario
 def frozen_parameters(strategy: str, folder: Path) -> dict[str, Any]:
-    module = Sage(adamw)
+    module = Sage(lambda _: adamw(module.parameters()))  # the optimizer has them too
     module.first.requires_grad_(False)
     return fit(module, strategy)
 
 
+class LayerByLayer(L.Callback):
+    """Trains the second layer first, and the whole from epoch 2 on."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.first.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            pl_module.first.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": pl_module.first.parameters()})
+
+
+@scenario
+def unfreezing(strategy: str, folder: Path) -> dict[str, Any]:
+    module = Sage(lambda _: sgd(module.second.parameters()))
+    before = module.first.lin_l.weight.detach().clone()
+    return {**fit(module, strategy, callbacks=[LayerByLayer()]), "before": before}
+
+
 @scenario
 def ranks_begin_alike(strategy: str, folder: Path) -> dict[str, Any]:
-    torch.manual_seed(100 + int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 99)
-    return fit(Sage(sgd), strategy)
+    class Watching(Sage):
+        def on_train_start(self) -> None:
+            self.settings["begun"] = self.first.lin_l.weight.detach().clone()
+
+    torch.manual_seed(100 + int(os.environ.get("LOCAL_RANK", 0)))
+    module = Watching(sgd)
+    own = module.first.lin_l.weight.detach().clone()
+    return {**fit(module, strategy), "own": own, "begun": module.settings["begun"]}
+
+
+@scenario
+def weight_averaging(strategy: str, folder: Path) -> dict[str, Any]:
+    module = Sage(sgd, batch_norm=True)
+    return fit(module, strategy, max_epochs=6, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=3)])
 
 
 @scenario
@@ -253,25 +304,6 @@ def plain_dataloader(strategy: str, folder: Path) -> dict[str, Any]:
 # Only for mqgnn
 
 
-class LayerByLayer(L.Callback):
-    """Trains the second layer first, and the whole from epoch 2 on."""
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pl_module.first.requires_grad_(False)
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 2:
-            pl_module.first.requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": pl_module.first.parameters()})
-
-
-@scenario
-def unfreezing(strategy: str, folder: Path) -> dict[str, Any]:
-    module = Sage(lambda _: sgd(module.second.parameters()))
-    before = module.first.lin_l.weight.detach().clone()
-    return {**fit(module, strategy, callbacks=[LayerByLayer()]), "before": before}
-
-
 @scenario
 def validation_averages_buffers(strategy: str, folder: Path) -> dict[str, Any]:
     class Watching(Sage):
@@ -284,14 +316,30 @@ def validation_averages_buffers(strategy: str, folder: Path) -> dict[str, Any]:
 
 
 @scenario
-def weight_averaging(strategy: str, folder: Path) -> dict[str, Any]:
+def checkpoint_averages_buffers(strategy: str, folder: Path) -> dict[str, Any]:
+    class Noting(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                pl_module.settings["own"] = pl_module.norm.running_mean.clone()
+
+    saving = ModelCheckpoint(folder / "buffers", "{step}", every_n_train_steps=6, save_top_k=-1)
     module = Sage(sgd, batch_norm=True)
-    return fit(module, strategy, max_epochs=6, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=3)])
+    outcome = fit(module, strategy, max_epochs=2, callbacks=[Noting(), saving], enable_checkpointing=True)
+    saved = torch.load(folder / "buffers" / "step=6.ckpt", weights_only=True)["state_dict"]["norm.running_mean"]
+    return {**outcome, "own": module.settings["own"], "saved": saved}
 
 
 @scenario
 def strategy_as_object(strategy: str, folder: Path) -> dict[str, Any]:
     return fit(Sage(sgd), MQGNNStrategy())
+
+
+@scenario
+def one_device(strategy: str, folder: Path) -> dict[str, Any]:
+    """Run both here, as one start is enough for one process."""
+    outcome = fit(Sage(sgd), strategy)
+    L.seed_everything(1, verbose=False)
+    return {**outcome, "auto": fit(Sage(sgd), "auto")["weights"]}
 
 
 @scenario
@@ -318,21 +366,26 @@ class OneCycle(Sage):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def interrupted_and_resumed(make: Callable[[], Sage], stop_at: int, strategy: str, folder: Path) -> dict[str, Any]:
-    """Train 12 steps at once; then up to `stop_at`, and from its checkpoint again in a new Trainer."""
-    whole = make()
-    make_trainer(strategy, max_epochs=3).fit(whole, datamodule=datamodule())
+def interrupted_and_resumed(
+    make: Callable[[], Sage], strategy: str, folder: Path, stop: dict[str, Any], *at: str, **arguments: Any
+) -> dict[str, Any]:
+    """Train 3 epochs at once; then again with checkpoints, and from the one called `at` in a new Trainer.
 
-    first = make()
-    saving = ModelCheckpoint(folder, f"{make.__name__}-{{step}}", every_n_train_steps=stop_at, save_top_k=-1)
-    trainer = make_trainer(strategy, max_epochs=3, callbacks=[saving], enable_checkpointing=True)
-    trainer.fit(first, datamodule=datamodule())
-    second = make()
+    With several names in `at`, the resumed run saves checkpoints too, and is itself resumed from the next of them.
+    `stop` says when `ModelCheckpoint` saves.
+    """
+    arguments = {"max_epochs": 3, "limit_val_batches": 1.0, **arguments}
+    whole, second = make(), make()
+    make_trainer(strategy, **arguments).fit(whole, datamodule=datamodule())
+    path = None
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*dataloader is not resumable.*")
-        make_trainer(strategy, max_epochs=3).fit(
-            second, datamodule=datamodule(), ckpt_path=f"{folder}/{make.__name__}-step={stop_at}.ckpt"
-        )
+        for number, name in enumerate(at):
+            saving = ModelCheckpoint(folder / str(number), "{epoch}-{step}", save_top_k=-1, **stop)
+            trainer = make_trainer(strategy, callbacks=[saving], **{**arguments, "enable_checkpointing": True})
+            trainer.fit(make(), datamodule=datamodule(), ckpt_path=path)
+            path = folder / str(number) / f"{name}.ckpt"
+        make_trainer(strategy, **arguments).fit(second, datamodule=datamodule(), ckpt_path=path)
     return {"whole": result(whole), "second": result(second)}
 
 
@@ -346,17 +399,42 @@ def one_cycle_module() -> Sage:
 
 @scenario
 def resume_within_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
-    return interrupted_and_resumed(adamw_module, 6, strategy, folder)
+    every = {"every_n_train_steps": 2}
+    return interrupted_and_resumed(adamw_module, strategy, folder / "within", every, "epoch=1-step=6")
+
+
+@scenario
+def resume_twice_within_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    every, at = {"every_n_train_steps": 1}, ["epoch=1-step=5", "epoch=1-step=7"]
+    return interrupted_and_resumed(adamw_module, strategy, folder / "twice", every, *at)
+
+
+@scenario
+def resume_after_the_last_batch_of_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    every = {"every_n_train_steps": 4}
+    return interrupted_and_resumed(
+        adamw_module, strategy, folder / "last", every, "epoch=1-step=8", limit_val_batches=0
+    )
 
 
 @scenario
 def resume_between_epochs(strategy: str, folder: Path) -> dict[str, Any]:
-    return interrupted_and_resumed(adamw_module, 8, strategy, folder)
+    end = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    return interrupted_and_resumed(adamw_module, strategy, folder / "between", end, "epoch=0-step=4")
+
+
+@scenario
+def resume_while_accumulating(strategy: str, folder: Path) -> dict[str, Any]:
+    every = {"every_n_train_steps": 3}
+    return interrupted_and_resumed(
+        adamw_module, strategy, folder / "accumulating", every, "epoch=1-step=3", accumulate_grad_batches=2
+    )
 
 
 @scenario
 def resume_with_a_schedule_over_all_steps(strategy: str, folder: Path) -> dict[str, Any]:
-    return interrupted_and_resumed(one_cycle_module, 7, strategy, folder)
+    every = {"every_n_train_steps": 1}
+    return interrupted_and_resumed(one_cycle_module, strategy, folder / "schedule", every, "epoch=1-step=6")
 
 
 # Which nodes are visited
@@ -372,6 +450,16 @@ def nodes(split_sizes: dict[str, int], batch_size: int, strategy: str, **argumen
 @scenario
 def uneven_nodes(strategy: str, folder: Path) -> dict[str, Any]:
     return nodes({"train": 41, "val": 21}, 5, strategy)
+
+
+@scenario
+def uneven_nodes_again(strategy: str, folder: Path) -> dict[str, Any]:
+    return nodes({"train": 41, "val": 21}, 5, strategy)
+
+
+@scenario
+def validation_within_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    return nodes({"train": 41, "val": 21}, 5, strategy, val_check_interval=2)
 
 
 @scenario
@@ -392,6 +480,15 @@ def a_fast_dev_run(strategy: str, folder: Path) -> dict[str, Any]:
 @scenario
 def overfitting(strategy: str, folder: Path) -> dict[str, Any]:
     return nodes({"train": 41, "val": 21}, 5, strategy, overfit_batches=2)
+
+
+@scenario
+def stopped_within_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 6
+
+    return fit(Sage(sgd), strategy, max_epochs=10, callbacks=[Stop()])
 
 
 # Memory
@@ -431,17 +528,18 @@ class Planted(Exception):
     pass
 
 
-def failing(module: Sage, data: MQGNNDataModule, expected: type[BaseException], **arguments: Any) -> dict[str, Any]:
-    trainer = make_trainer(max_epochs=1, **arguments)
+def failing(module: Sage, data: Any, expected: type[BaseException], **arguments: Any) -> dict[str, Any]:
+    trainer = make_trainer(**{"max_epochs": 1, **arguments})
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, data)
     except expected as error:
-        return result(module, error=type(error).__name__, traceback="".join(traceback.format_tb(error.__traceback__)))
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return result(module, error=type(error).__name__, message=str(error), traceback=frames)
     return result(module, error=None)
 
 
 def planted_transform(batch: Any) -> Any:
-    raise Planted
+    raise Planted(threading.current_thread().name)
 
 
 @scenario
@@ -450,6 +548,28 @@ def failing_training_step(strategy: str, folder: Path) -> dict[str, Any]:
         raise Planted
 
     return failing(Sage(sgd, use_extra=fail), datamodule(), Planted, strategy=strategy)
+
+
+@scenario
+def failing_training_step_with_loaders_by_hand(strategy: str, folder: Path) -> dict[str, Any]:
+    def fail(rank: int, step: int) -> bool:
+        raise Planted
+
+    data = datamodule()
+    data.setup("fit")
+    return failing(Sage(sgd, use_extra=fail), data.train_dataloader(), Planted, strategy=strategy)
+
+
+@scenario
+def failing_validation_step(strategy: str, folder: Path) -> dict[str, Any]:
+    """Fail between two epochs, when batches of the second are being made."""
+
+    class Failing(Sage):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise Planted
+
+    arguments = {"max_epochs": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    return failing(Failing(sgd), datamodule(), Planted, strategy=strategy, **arguments)
 
 
 @scenario
