@@ -156,10 +156,10 @@ class _Tasks:
         number = next(self._next)
         try:
             return number, self._tasks[number]
-        except IndexError:
-            raise QueueClosed from None
-        except Exception as error:  # the number is taken: somebody will wait for its result
-            return number, _Failure(error)
+        except Exception as error:
+            if isinstance(error, IndexError) and number >= len(self._tasks):
+                raise QueueClosed from None
+            return number, _Failure(error)  # the number is taken: somebody will wait for its result
 
 
 class _Failure:

@@ -29,6 +29,8 @@ class Prepare:
 
     def __init__(self, store: GraphStore, pool: BufferPool, transform: Callable[[Data], Data] | None = None) -> None:
         self._store = store
+        self._node_words = {name: _words(tensor) for name, tensor in store.node_attrs.items()}
+        self._edge_words = {name: _words(tensor) for name, tensor in store.edge_attrs.items()}
         self._pool = pool
         self._transform = transform
 
@@ -59,9 +61,9 @@ class Prepare:
 
         batch = Data(edge_index=edge_index)
         for name, tensor in store.node_attrs.items():
-            batch[name] = self._gather(name, tensor, subgraph.node)
+            batch[name] = self._gather(name, tensor, self._node_words[name], subgraph.node)
         for name, tensor in store.edge_attrs.items():
-            batch[name] = self._gather(name, tensor, e_id.numpy())
+            batch[name] = self._gather(name, tensor, self._edge_words[name], e_id.numpy())
         for name, value in store.graph_attrs.items():
             batch[name] = value
         batch.n_id = n_id
@@ -72,10 +74,10 @@ class Prepare:
         batch.batch_size = subgraph.num_seeds
         return batch
 
-    def _gather(self, name: str, source: Tensor, index: np.ndarray) -> Tensor:
+    def _gather(self, name: str, source: Tensor, words: np.ndarray, index: np.ndarray) -> Tensor:
         out = self._pool.lend(name, (len(index), *source.shape[1:]), source.dtype)
-        if source.shape[1:].numel():
-            kernels.gather_rows(_words(source), index, _words(out))
+        if words.size:
+            kernels.gather_rows(words, index, _words(out))
         return out
 
 

@@ -67,14 +67,17 @@ def test_a_failure_is_raised_at_its_item_with_its_own_traceback(threads):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_tasks_that_fail_are_raised_like_failing_stages(threads):
+@pytest.mark.parametrize("kind", [KeyError, IndexError])
+def test_tasks_that_fail_are_raised_like_failing_stages(threads, kind):
     class Failing(list):
         def __getitem__(self, number):
-            return fail_at_3(super().__getitem__(number))
+            if number == 3:
+                raise kind("planted")
+            return super().__getitem__(number)
 
     pipeline = Pipeline(Failing(range(10)), [Stage("a", double, threads)])
     assert [next(pipeline) for _ in range(3)] == [0, 2, 4]
-    with pytest.raises(KeyError, match="planted"):
+    with pytest.raises(kind, match="planted"):
         next(pipeline)
     assert our_threads() == []
 
