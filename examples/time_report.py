@@ -17,7 +17,8 @@ class TrainingTime(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = time.perf_counter()
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Comes after the strategy has completed its exchange.
         if not trainer.sanity_checking:
             self.seconds += time.perf_counter() - self._since
 
@@ -37,7 +38,7 @@ def time_report(trainer: L.Trainer, datamodule: MQGNNDataModule, seconds: float)
     exchanging = strategy.exchange.seconds if isinstance(strategy, MQGNNStrategy) and strategy.exchange else 0.0
     in_series = {
         "wait for the batch": waited,
-        "exchange gradients": exchanging,
+        "wait for other ranks": exchanging,
         "forward, backward, optimizer, Lightning": seconds - waited - exchanging,
     }
     lines = [f"Where the time went on rank {trainer.global_rank}: {seconds:.1f} s for {batches} training batches", ""]

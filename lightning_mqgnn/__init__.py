@@ -1,7 +1,7 @@
 """Train graph neural networks with PyTorch Lightning: `Trainer(strategy="mqgnn")` and `MQGNNDataModule`.
 
 The way of the data: `plan` -> `sampling` -> `prepare` -> `transfer`, run by `pipeline` through `queues`, put together
-in `loader` and `datamodule`. The way of the gradients: `strategy` -> `racom`.
+in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
 """
 
 from lightning_mqgnn.datamodule import MQGNNDataModule
@@ -9,7 +9,7 @@ from lightning_mqgnn.graph import GraphStore, build_store
 from lightning_mqgnn.pipeline import Pipeline, Stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.queues import StageQueue
-from lightning_mqgnn.racom import GradientExchange
+from lightning_mqgnn.racom import GradientExchange, RaCoM, RaCoMExchange
 from lightning_mqgnn.sampling import NeighborSampler, SampledSubgraph
 from lightning_mqgnn.strategy import MQGNNStrategy
 from lightning_mqgnn.synthetic import synthetic_graph
@@ -22,6 +22,8 @@ __all__ = [
     "MQGNNStrategy",
     "NeighborSampler",
     "Pipeline",
+    "RaCoM",
+    "RaCoMExchange",
     "SampledSubgraph",
     "Stage",
     "StageQueue",

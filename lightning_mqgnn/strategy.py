@@ -1,23 +1,32 @@
-"""MQGNNStrategy: trains one replica of the model per process, and exchanges what they learn."""
+"""MQGNNStrategy: trains one replica of the model per process, and lets them share what they learn."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch names it in no __all__
 from torch.distributed.constants import default_pg_timeout
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_mqgnn.racom import GradientExchange, average_buffers, broadcast_state
+from lightning_mqgnn.peers import PeerWatch
+from lightning_mqgnn.racom import RaCoM, RaCoMExchange, average_buffers, average_optimizer_state, broadcast_state
+
+_log = logging.getLogger(__name__)
 
 _NAMES: dict[str, Literal["popen", "spawn", "fork"]] = {
     "mqgnn": "popen",
@@ -25,21 +34,33 @@ _NAMES: dict[str, Literal["popen", "spawn", "fork"]] = {
     "mqgnn_fork": "fork",
     "mqgnn_notebook": "fork",
 }
+# The warm-up in lock-step: the smallest of these. Measured: docs/consistency.md
+_WARMUP_EPOCHS = 0.25
+_WARMUP_SHARE = 0.1  # of all optimizer steps
+_MOST_WARMUP = 500  # optimizer steps
+_STATE = "mqgnn"  # its key in checkpoints
+_watches = count()
 
 
 class MQGNNStrategy(DDPStrategy):
-    """Data-parallel training in which the exchange between ranks is ours, and the model is not wrapped.
+    """Data-parallel training in which every rank steps by itself, and progress is exchanged while it goes on.
 
     Importing `lightning_mqgnn` registers it as `mqgnn` (the script is started once per rank), `mqgnn_spawn`,
     `mqgnn_fork` and `mqgnn_notebook`.
 
-    The exchange is synchronous: the mean gradient of all ranks, after the backward pass and before clipping and the
-    optimizer. On two ranks the weights are those of `ddp` to the last bit; on more they are but for the order of
-    additions. Parameters without a gradient need no option. All ranks begin with rank 0's parameters and buffers.
-    Floating-point buffers (BatchNorm's statistics) differ between ranks while they train and are averaged for
-    validation, checkpoints and the end of fit; `ddp` takes rank 0's instead.
+    After a warm-up in lock-step each optimizer step is local; the progress of some steps at a time is exchanged as
+    `RaCoM` describes, with a bounded staleness. Replicas are made equal, bit by bit, and floating-point buffers
+    (BatchNorm's statistics) averaged, before each validation, for each checkpoint and at the end of fit; optimizers'
+    state is averaged for checkpoints too.
+
+    `MQGNNStrategy(period=1, max_staleness=0)` keeps all steps in lock-step: the mean gradient of all ranks, after the
+    backward pass and before clipping and the optimizer. On two ranks the weights are those of `ddp` to the last bit; on
+    more they are but for the order of additions. Parameters without a gradient need no option.
+
+    If a rank fails or dies, the others end with a `PeerError` that names it.
 
     Args:
+        racom: Settings of the exchange.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer, if not given.
@@ -48,10 +69,16 @@ class MQGNNStrategy(DDPStrategy):
         process_group_backend: `gloo` or `nccl`; by default what fits the device.
         timeout: How long a collective may wait for another rank.
         start_method: How the processes of this machine are started.
+        settings: Fields of `RaCoM`, in place of `racom` or on top of it.
+
+    Raises:
+        TypeError: A keyword is no field of `RaCoM`.
+        ValueError: A setting is out of range.
     """
 
     def __init__(
         self,
+        racom: RaCoM | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -60,6 +87,7 @@ class MQGNNStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **settings: Any,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -71,14 +99,26 @@ class MQGNNStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.exchange: GradientExchange | None = None
+        known = [field.name for field in fields(RaCoM)]
+        for name, value in settings.items():
+            if name not in known:
+                raise TypeError(
+                    f"{name}={value!r} is no argument of MQGNNStrategy: nothing wraps the model, so options of "
+                    f"DistributedDataParallel are not needed; settings of the exchange are {', '.join(known)}"
+                )
+        self.racom = replace(racom or RaCoM(), **settings)
+        self.exchange: RaCoMExchange | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._watch: PeerWatch | None = None
         self._backward_sync = True
 
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group, and make one more for the exchange."""
         if self.root_device.type == "mps":
             raise MisconfigurationException("strategy='mqgnn' runs on CPUs and CUDA devices: use accelerator='cpu'")
         super().setup_environment()
+        if self._group is None:
+            self._group = dist.new_group(timeout=self._timeout)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Put the model on the device and make all replicas equal."""
@@ -88,12 +128,17 @@ class MQGNNStrategy(DDPStrategy):
                 "the ranks for validation and checkpoints"
             )
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            settings = replace(self.racom, arrival="fixed") if deterministic else self.racom
+            self.exchange = RaCoMExchange(self.optimizers, settings, self._group)
+            if self.world_size > 1:
+                self._unlock(trainer)
 
     def configure_ddp(self) -> None:
         """Called by `DDPStrategy.setup` to wrap the model for training; here it stays as it is."""
         assert self.model is not None
         broadcast_state(self.model)
-        self.exchange = GradientExchange()
 
     def optimizer_step(
         self,
@@ -102,23 +147,32 @@ class MQGNNStrategy(DDPStrategy):
         model: "pl.LightningModule | Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, with the exchange between the backward pass and whatever Lightning does with gradients after it."""
-        module = self._training_module()
+        """Step; in lock-step with the exchange between the backward pass and whatever Lightning does with gradients."""
+        module, exchange = self._training_module(), self._racom_exchange()
+        # Weight averaging runs steps without a backward pass, to renew BatchNorm's statistics.
+        if module.trainer.fit_loop._skip_backward:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if exchange.settings.warmup is None:
+            exchange.settings = replace(exchange.settings, warmup=self._warmup())
 
         def closure_with_exchange() -> Any:
             result = closure()
-            # Weight averaging runs steps without a backward pass, to renew BatchNorm's statistics.
-            if module.automatic_optimization and not module.trainer.fit_loop._skip_backward:
-                self._exchange([optimizer])
+            if module.automatic_optimization:
+                self._blaming_peers(lambda: exchange.average_gradients([optimizer]))
             return result
 
-        return super().optimizer_step(optimizer, closure_with_exchange, model, **kwargs)
+        self._blaming_peers(exchange.before_step)
+        result = super().optimizer_step(optimizer, closure_with_exchange, model, **kwargs)
+        self._blaming_peers(exchange.after_step)
+        if self._ends_epoch():
+            self._drain()
+        return result
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Exchange at the end of `manual_backward`: the user may look at the gradients before the step."""
         super().post_backward(closure_loss)
         if not self._training_module().automatic_optimization and self._backward_sync:
-            self._exchange(self.optimizers)
+            self._blaming_peers(lambda: self._racom_exchange().average_gradients(self.optimizers))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -131,23 +185,68 @@ class MQGNNStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Let all ranks validate the same model."""
-        self._average_buffers()
+        self._at("validation")
+        self._make_replicas_equal()
         super().on_validation_start()
 
     def on_train_end(self) -> None:
-        """Leave the same model on all ranks."""
-        self._average_buffers()
+        """Leave the same model on all ranks, also where a callback has set its parameters at the end."""
+        self._make_replicas_equal(force=True)
+        if self._watch is not None:
+            self._watch.stop()
         super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state for a checkpoint, the same on all ranks."""
-        self._average_buffers()
+        self._at("saving a checkpoint")
+        self._make_replicas_equal()
         return super().lightning_module_state_dict()
 
-    def teardown(self) -> None:
-        """Free the device and leave the process group's environment."""
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint, made the same on all ranks."""
+        if self._ranks_train_together() and not self.racom.synchronous:
+            self._blaming_peers(lambda: average_optimizer_state(optimizer, self._group))
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save, with the state of the exchange where the optimizers' is saved."""
+        if self.exchange is not None and "optimizer_states" in checkpoint:
+            checkpoint[_STATE] = self.exchange.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._at("training")
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, and forget what was on its way before."""
         if self.exchange is not None:
-            self.exchange.release()
+            self.exchange.discard()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers, and the state of the exchange, which a checkpoint of another strategy lacks."""
+        super().load_optimizer_state_dict(checkpoint)
+        if _STATE in checkpoint:
+            self._racom_exchange().load_state_dict(checkpoint[_STATE])
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; not after an exception, when they are elsewhere."""
+        module = self.lightning_module
+        if module is None or module._trainer is None or module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            super().barrier(name)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks."""
+        if self._watch is not None:
+            self._watch.fail(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Stop the threads, free the device and leave the process group's environment."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self.exchange is not None:
+            self.exchange.close()
+        self._lock_again()
         super().teardown()
 
     @classmethod
@@ -162,20 +261,82 @@ class MQGNNStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _exchange(self, optimizers: list[Optimizer]) -> None:
+    def _racom_exchange(self) -> RaCoMExchange:
         assert self.exchange is not None
-        parameters: dict[int, Parameter] = {}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                parameters.update((id(parameter), parameter) for parameter in group["params"])
-        self.exchange([parameter for parameter in parameters.values() if parameter.requires_grad])
+        return self.exchange
 
-    def _average_buffers(self) -> None:
-        module = self._training_module()
-        state = module.trainer.state
-        # After an exception the other ranks are elsewhere and would not answer.
-        if state.fn == TrainerFn.FITTING and state.status != TrainerStatus.INTERRUPTED:
-            average_buffers(module)
+    def _warmup(self) -> int:
+        trainer = self._training_module().trainer
+        per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+        return round(min(_WARMUP_EPOCHS * per_epoch, _WARMUP_SHARE * trainer.estimated_stepping_batches, _MOST_WARMUP))
+
+    def _ranks_train_together(self) -> bool:
+        """Whether the other ranks are at the same place, to meet in a collective: not so after an exception."""
+        state = self._training_module().trainer.state
+        return state.fn == TrainerFn.FITTING and state.status != TrainerStatus.INTERRUPTED
+
+    def _ends_epoch(self) -> bool:
+        """Whether windows must be completed here: callbacks read the model at the end of the last epoch."""
+        trainer = self._training_module().trainer
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return False
+        return self.racom.drain_each_epoch or trainer.current_epoch + 1 == trainer.max_epochs
+
+    def _drain(self, force: bool = False) -> None:
+        self._blaming_peers(lambda: self._racom_exchange().drain(force))
+
+    def _make_replicas_equal(self, force: bool = False) -> None:
+        if not self._ranks_train_together():
+            return
+        self._drain(force)
+        self._blaming_peers(lambda: average_buffers(self._training_module(), self._group))
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and self.world_size > 1 and not self.racom.synchronous:
+            state = [scaler.state_dict()]
+            dist.broadcast_object_list(state, src=0, group=self._group)
+            scaler.load_state_dict(state[0])
+
+    # Lightning locks ranks together at each batch, by a broadcast that tells all of a SIGTERM; a signal handler does
+    # the same at once, and waits for ranks that are elsewhere. Here ranks hear of each other through `PeerWatch`.
+
+    def _unlock(self, trainer: "pl.Trainer") -> None:
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        if hasattr(loop, "_broadcast_sigterm_tensor"):
+            loop._broadcast_sigterm_tensor = self._begin_batch  # type: ignore[method-assign]  # of this object alone
+        if hasattr(connector, "_sigterm_notifier_fn"):
+            connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
+        store = PrefixStore(f"mqgnn/{next(_watches)}", dist.distributed_c10d._get_default_store())
+        self._watch = PeerWatch(store, self.global_rank, self.world_size, self._racom_exchange().abort)
+
+    def _lock_again(self) -> None:
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            module.trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+            module.trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+
+    def _begin_batch(self) -> None:
+        self._at("training")
+        if self._watch is not None:
+            self._watch.check()
+
+    def _note_sigterm(self, signum: int, _: Any) -> None:
+        connector = self._training_module().trainer._signal_connector
+        if not connector.received_sigterm and self.launcher is not None:
+            self.launcher.kill(signum)
+        connector.received_sigterm = True
+
+    def _at(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch.at(phase, self._racom_exchange().steps)
+
+    def _blaming_peers(self, exchange: Callable[[], None]) -> None:
+        """Run `exchange`; if it fails since another rank did, say which."""
+        try:
+            exchange()
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            raise self._watch.explain(error) from error
 
 
 MQGNNStrategy.register_strategies(StrategyRegistry)

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
-from lightning_mqgnn import MQGNNDataModule, MQGNNStrategy
+from lightning_mqgnn import MQGNNDataModule, MQGNNStrategy, RaCoM
+from lightning_mqgnn.peers import PeerError
 
 SCENARIOS: dict[str, Callable[[str, Path], dict[str, Any]]] = {}
 DDP_NEEDS_UNUSED = {
@@ -130,6 +131,9 @@ def make_trainer(strategy: Any, **arguments: Any) -> L.Trainer:
         "enable_model_summary": False,
         "limit_val_batches": 0,
     }
+    if isinstance(strategy, str) and strategy.startswith("lockstep"):
+        _, _, start_method = strategy.partition("_")
+        strategy = MQGNNStrategy(period=1, max_staleness=0, start_method=start_method or "popen")
     return L.Trainer(strategy=strategy, **{**defaults, **arguments})
 
 
@@ -152,7 +156,7 @@ def fit(module: Sage, strategy: Any, data: Any = None, **arguments: Any) -> dict
     trainer.fit(module, datamodule=data or datamodule())
     counted = {}
     if isinstance(trainer.strategy, MQGNNStrategy) and trainer.strategy.exchange is not None:
-        counted = {"exchanges": trainer.strategy.exchange.exchanges, "bytes": trainer.strategy.exchange.bytes}
+        counted = {"exchanges": trainer.strategy.exchange.gradients.exchanges, "bytes": trainer.strategy.exchange.bytes}
     return result(module, steps=trainer.global_step, **counted)
 
 
@@ -331,7 +335,7 @@ def checkpoint_averages_buffers(strategy: str, folder: Path) -> dict[str, Any]:
 
 @scenario
 def strategy_as_object(strategy: str, folder: Path) -> dict[str, Any]:
-    return fit(Sage(sgd), MQGNNStrategy())
+    return fit(Sage(sgd), MQGNNStrategy(RaCoM(period=1, max_staleness=0)))
 
 
 @scenario
@@ -532,7 +536,7 @@ def failing(module: Sage, data: Any, expected: type[BaseException], **arguments:
     trainer = make_trainer(**{"max_epochs": 1, **arguments})
     try:
         trainer.fit(module, data)
-    except expected as error:
+    except (expected, PeerError) as error:
         frames = "".join(traceback.format_tb(error.__traceback__))
         return result(module, error=type(error).__name__, message=str(error), traceback=frames)
     return result(module, error=None)

@@ -1,15 +1,11 @@
-"""The exchange between ranks, over `torch.distributed` alone; knows nothing of Lightning.
-
-What is here is the synchronous mode of RaCoM: the mean gradient, in each step. Asynchronous windows with a bounded
-staleness build on it.
-"""
+"""GradientExchange: the mean gradient of all ranks in each step, the synchronous mode."""
 
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 
 class GradientExchange:
@@ -63,27 +59,6 @@ class GradientExchange:
     def release(self) -> None:
         """Free the flat buffers; the next exchange makes them anew."""
         self._layouts.clear()
-
-
-def broadcast_state(module: Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), src=0, group=group)
-
-
-def average_buffers(module: Module, group: dist.ProcessGroup | None = None) -> None:
-    """Make the buffers of all ranks equal: the mean of floating-point ones (BatchNorm), rank 0's of the others."""
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            # In double precision, so that a buffer that is equal on all ranks (class weights) stays as it is.
-            total = buffer.double()
-            dist.all_reduce(total, group=group)
-            buffer.copy_(total.div_(world_size))
-        else:
-            dist.broadcast(buffer, src=0, group=group)
 
 
 class _FlatBuffer:

@@ -1,28 +1,12 @@
-"""The exchange over torch.distributed alone, between real processes."""
+"""The exchange in lock-step, and what makes replicas alike, between real processes."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch.nn import BatchNorm1d, Linear, Parameter
 
 from lightning_mqgnn import GradientExchange
 from lightning_mqgnn.racom import average_buffers, broadcast_state
-
-
-def run_ranks(world_size, function, tmp_path):
-    """Run `function(rank)` in processes of one group and return what each saved."""
-    mp.get_context("forkserver").set_forkserver_preload(["lightning_mqgnn"])  # imported once for all tests
-    arguments = (world_size, function, str(tmp_path))
-    mp.start_processes(in_group, arguments, nprocs=world_size, start_method="forkserver")
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
-
-
-def in_group(rank, world_size, function, folder):
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    torch.save(function(rank), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def with_gradient(value, shape=(2, 3), dtype=torch.float32):

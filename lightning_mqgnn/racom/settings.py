@@ -1,0 +1,80 @@
+"""RaCoM: the settings of the consistency model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class RaCoM:
+    """How ranks share what they learn. Every rank must have the same settings.
+
+    Each rank steps by itself. After `period` steps its progress, the sum of its updates, goes to the other ranks; the
+    mean of all comes back some steps later and replaces its own, with an outer Nesterov momentum. This is delayed
+    averaging of local steps (overlapped local SGD; DiLoCo with eager updates, arXiv:2502.12996), the role of RaCoM in
+    MQ-GNN (arXiv:2601.04707), whose text gives no formula for it.
+
+    `RaCoM(period=1, max_staleness=0)` is the synchronous mode: mean gradients in each step, as `ddp` does.
+
+    Args:
+        period: Optimizer steps in a window, whose progress is exchanged at once. `adaptive` goes below it only where
+            replicas disagree.
+        max_staleness: How many optimizer steps a rank goes on before the progress of a closed window must have come
+            back; then it waits.
+        momentum: Of the outer Nesterov step, 0 <= momentum < 1. The longer the period, the smaller it should be.
+        outer_lr: Learning rate of the outer step; 1 takes the mean progress as it is.
+        warmup: Optimizer steps in lock-step (mean gradients) before the first window. None: under a Trainer a quarter
+            of an epoch, but not more than 500 steps or a tenth of the run; none elsewhere.
+        adaptive: Lengthen the period, up to `max_period`, until the exchange is hidden behind computation, and shorten
+            it while the replicas are further apart than `divergence_bound`.
+        max_period: The longest period that `adaptive` may choose.
+        divergence_bound: Largest wanted distance of the replicas' progress from its mean, over the length of the
+            parameter vector: sqrt(mean |u_i|^2 - |u|^2) / |theta|.
+        arrival: `eager` applies a window's mean as soon as it is there, which differs from run to run; `fixed` applies
+            it when the next window has as many steps as it had, or after `max_staleness` steps if those are fewer, so
+            that runs repeat bit by bit. `adaptive` then heeds `divergence_bound` alone.
+        exchange_dtype: What progress is sent as: `torch.float32` or `torch.bfloat16`. What rounding takes away from a
+            rank's progress stays in it and is sent with the next window (error feedback); the sum over ranks is
+            rounded too, and that is not made up for. Drains send all that is left with full precision.
+        drain_each_epoch: Complete all windows at the end of each epoch too, not only where a model is validated or
+            saved.
+    """
+
+    period: int = 8
+    max_staleness: int = 64
+    momentum: float = 0.5
+    outer_lr: float = 1.0
+    warmup: int | None = None
+    adaptive: bool = True
+    max_period: int = 64
+    divergence_bound: float = 0.15
+    arrival: Literal["eager", "fixed"] = "eager"
+    exchange_dtype: torch.dtype = torch.float32
+    drain_each_epoch: bool = False
+
+    def __post_init__(self) -> None:
+        _check("period", self.period, self.period >= 1, "1 or more optimizer steps")
+        _check("max_staleness", self.max_staleness, self.max_staleness >= 0, "0 or more optimizer steps")
+        _check("momentum", self.momentum, 0 <= self.momentum < 1, "from 0 to below 1")
+        _check("outer_lr", self.outer_lr, self.outer_lr > 0, "above 0; 1 is the plain mean")
+        _check("warmup", self.warmup, self.warmup is None or self.warmup >= 0, "0 or more optimizer steps, or None")
+        _check("max_period", self.max_period, self.max_period >= 1, "1 or more optimizer steps")
+        _check("divergence_bound", self.divergence_bound, self.divergence_bound > 0, "above 0; inf is no bound")
+        _check("arrival", self.arrival, self.arrival in ("eager", "fixed"), "'eager' or 'fixed'")
+        _check(
+            "exchange_dtype",
+            self.exchange_dtype,
+            self.exchange_dtype in (torch.float32, torch.bfloat16),
+            "torch.float32 or torch.bfloat16",
+        )
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all steps are in lock-step."""
+        return self.period == 1 and self.max_staleness == 0
+
+
+def _check(name: str, value: object, valid: bool, wanted: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={value!r}: must be {wanted}")
