@@ -44,7 +44,7 @@ class PeerWatch:
     A rank is gone when it said that it failed, when its process has ended (on this machine), or when nothing was heard
     of it for 25 s (on another one). Then `on_failure` is called in the thread of the watch, and `check` raises. A rank
     that is blocked in a collective, which nothing can interrupt, ends itself after 15 s more, so that none hangs or
-    stays behind as an orphan.
+    stays behind as an orphan. Where a rank was is known to half a second.
 
     Args:
         store: What the process group was made from; a connection of its own is made.
@@ -85,7 +85,7 @@ class PeerWatch:
         """Say which rank is to blame for an exchange that failed here with `error`."""
         if isinstance(error, PeerError):
             return error
-        for _ in range(8):  # a rank on another machine that just died is known by its silence
+        for _ in range(8):  # a process takes a moment to end; a rank on another machine is known to by its silence
             if self._error is not None:
                 return self._error
             self._beat()
@@ -96,15 +96,14 @@ class PeerWatch:
         if not self._beats:
             return PeerError(f"an exchange with the other ranks failed: {error}")
         behind = min(self._beats, key=lambda rank: (self._beats[rank].step, self._beats[rank].since))
-        return PeerError(f"rank {behind} did not come in time: it is {_place(self._beats[behind])}. {error}")
+        return PeerError(f"rank {behind} did not come in time, it is {_place(self._beats[behind])}. {error}")
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed with `error`, or which other rank did, and stop watching them."""
-        self._beat()
-        gone = self._error or self._gone(silence=_PATIENCE)
-        if gone is not None and not isinstance(error, PeerError):
-            _log.error("rank %d: %s", self._rank, gone)
-        self._own.failure = f"{type(error).__name__}: {gone or error}".split("\n")[0][:500]
+        if not isinstance(error, PeerError) and _comes_from_a_collective(error):
+            error = self.explain(error)
+            _log.error("rank %d: %s", self._rank, error)
+        self._own.failure = f"{type(error).__name__}: {error}".split("\n")[0][:500]
         self.stop()
 
     def stop(self) -> None:
@@ -160,7 +159,7 @@ class PeerWatch:
     def _gone(self, silence: float) -> PeerError | None:
         for other, beat in sorted(self._beats.items(), key=lambda item: item[1].failure is None):
             if beat.failure is not None:
-                return PeerError(f"rank {other} failed while {_place(beat)}: {beat.failure}")
+                return PeerError(f"rank {other} failed {_place(beat)}: {beat.failure}")
             if beat.done:
                 continue
             if beat.host == self._own.host:
@@ -172,6 +171,11 @@ class PeerWatch:
                     f"it was {_place(beat)}"
                 )
         return None
+
+
+def _comes_from_a_collective(error: BaseException) -> bool:
+    """Collectives that are not ours, such as a metric's, fail with what the backend says."""
+    return isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl", "store"))
 
 
 def _key(rank: int) -> str:

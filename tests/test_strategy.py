@@ -249,6 +249,101 @@ def test_both_parts_of_an_interrupted_epoch_visit_every_node_exactly_once(outcom
     assert len(visited) == len(set(visited)) == 240
 
 
+# Ranks that step by themselves
+
+ASYNCHRONOUS = [
+    *(name for name in EQUAL_TO_DDP if name not in ("plain_dataloader", "ranks_begin_alike")),
+    *EQUAL_BUT_FOR_ROUNDING,
+    "compiled",
+    "drains",
+    "drains_at_each_epoch",
+    "one_rank_ahead",
+    "repeated",
+    "learning_rate_found",
+]
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    started = Outcomes(tmp_path_factory.mktemp("asynchronous"))
+    return started.run("racom", 2, ASYNCHRONOUS).run("fixed", 2, [*RESUMED])
+
+
+@pytest.mark.parametrize("scenario", ASYNCHRONOUS)
+def test_ranks_that_step_by_themselves_end_with_the_same_model(asynchronous, outcomes, scenario):
+    one, other = (asynchronous("racom", scenario, rank) for rank in (0, 1))
+    assert_equal(one["weights"], other["weights"])
+    assert_equal(one["buffers"], other["buffers"])
+    assert one["threads"] == other["threads"] == []
+    assert one["windows"] == other["windows"] >= 3
+    assert all(torch.isfinite(value).all() for value in one["weights"].values())
+    if scenario in EQUAL_TO_DDP:
+        lockstep = outcomes("lockstep", scenario, 0)
+        assert one["trained"] == lockstep["trained"]
+        assert one["steps"] == lockstep["steps"]
+        assert max(one["staleness"]) <= 5
+        assert one["exchanges"] < lockstep["exchanges"]
+        moved = [not torch.equal(one["weights"][name], value) for name, value in lockstep["weights"].items()]
+        assert any(moved)
+
+
+def test_evaluation_and_checkpoints_see_one_model(asynchronous):
+    one, other = (asynchronous("racom", "drains", rank)["noted"] for rank in (0, 1))
+    assert {name: len(noted) for name, noted in one.items()} == {
+        "within an epoch": 1,
+        "validation": 1,
+        "end of an epoch": 2,
+        "end of the last epoch": 1,
+        "checkpoint": 2,
+        "optimizer": 2,
+    }
+    for name, equal in {
+        "within an epoch": [False],
+        "validation": [True],
+        "end of an epoch": [False, True],
+        "end of the last epoch": [False],  # but for the running statistics of BatchNorm
+        "checkpoint": [True, True],
+        "optimizer": [True, True],
+    }.items():
+        for ours, theirs, expected in zip(one[name], other[name], equal, strict=True):
+            assert all(map(torch.equal, ours, theirs)) == expected, name
+
+
+def test_epochs_end_with_one_model_where_that_is_asked_for(asynchronous):
+    one, other = (asynchronous("racom", "drains_at_each_epoch", rank)["noted"] for rank in (0, 1))
+    assert not all(map(torch.equal, one["within an epoch"][0], other["within an epoch"][0]))
+    for name in ("end of an epoch", "end of the last epoch"):
+        for ours, theirs in zip(one[name], other[name], strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_rank_is_not_held_up_by_another_until_the_bound(asynchronous):
+    ahead, behind = (asynchronous("racom", "one_rank_ahead", rank) for rank in (0, 1))
+    assert ahead["steps"] == behind["steps"] == 24
+    assert max(ahead["staleness"]) == 6
+    assert ahead["waited"] > behind["waited"]
+
+
+def test_runs_repeat_bit_by_bit_where_arrival_is_fixed(asynchronous):
+    for rank in (0, 1):
+        outcome = asynchronous("racom", "repeated", rank)
+        assert_equal(outcome["weights"], outcome["again"]["weights"])
+        assert outcome["arrival"] == "fixed"
+
+
+@pytest.mark.parametrize("scenario", RESUMED)
+def test_a_run_that_is_resumed_between_windows_ends_as_the_uninterrupted_one(asynchronous, scenario):
+    for rank in (0, 1):
+        outcome = asynchronous("fixed", scenario, rank)
+        assert_equal(outcome["whole"]["weights"], outcome["second"]["weights"])
+
+
+def test_a_search_for_the_learning_rate_leaves_nothing_behind(asynchronous):
+    for rank in (0, 1):
+        outcome = asynchronous("racom", "learning_rate_found", rank)
+        assert all(map(torch.equal, outcome["begun"], asynchronous("racom", "learning_rate_found", 0)["own"]))
+
+
 # Which nodes are visited
 
 

@@ -1,0 +1,1 @@
+"""What `launch.py` runs, by what it tests."""
