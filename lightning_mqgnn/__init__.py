@@ -4,6 +4,7 @@ The way of the data: `plan` -> `sampling` -> `prepare` -> `transfer`, run by `pi
 in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
 """
 
+from lightning_mqgnn.adjacency import trim_adj
 from lightning_mqgnn.datamodule import MQGNNDataModule
 from lightning_mqgnn.graph import GraphStore, build_store
 from lightning_mqgnn.pipeline import Pipeline, Stage
@@ -29,4 +30,5 @@ __all__ = [
     "StageQueue",
     "build_store",
     "synthetic_graph",
+    "trim_adj",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
+from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.graph import GraphStore
 from lightning_mqgnn.loader import MQGNNLoader
@@ -20,12 +21,12 @@ from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.prepare import Prepare
 from lightning_mqgnn.sampling import NeighborSampler
 from lightning_mqgnn.sampling.neighbor import check_num_neighbors
-from lightning_mqgnn.transfer import CUDATransfer, hand_over
+from lightning_mqgnn.transfer import CUDATransfer, device_of, hand_over
 
 InputNodes = Tensor | np.ndarray | Sequence[int] | None
 
 _SPLITS = {"train": "fit", "val": "fit", "test": "test", "pred": "predict"}
-_EVAL_ARGUMENTS = ("num_neighbors", "batch_size", "replace")
+_EVAL_ARGUMENTS = ("num_neighbors", "batch_size", "replace", "edge_format")
 _INSTEAD = {
     "num_workers": "threads do the work here, see sampling_threads and prepare_threads",
     "persistent_workers": "threads do the work here, and start in no time",
@@ -70,8 +71,12 @@ class MQGNNDataModule(LightningDataModule):
         replace: Draw neighbours with replacement.
         drop_last: Leave out training seeds that don't fill a batch; otherwise all are visited, each exactly once.
         transform: Called with each batch in the prepare stage; must be safe to call from `prepare_threads` threads.
-        eval_loader_kwargs: Other values of `num_neighbors`, `batch_size` or `replace` for validation, test and
-            prediction.
+        edge_format: `"coo"` for batches with `edge_index`, as `NeighborLoader` yields them, or `"csc"` for batches with
+            `adj_t` in its place: a `torch.sparse_csr` matrix with a row per target node, which PyG's layers multiply
+            by, where they can, in place of making a message for each edge. Its values are the graph's `edge_weight`,
+            else ones. See `trim_adj`.
+        eval_loader_kwargs: Other values of `num_neighbors`, `batch_size`, `replace` or `edge_format` for validation,
+            test and prediction.
         sampling_threads: Threads that sample; with 0 the next stage's thread does.
         prepare_threads: Threads that gather features and make batches; with 0 the training thread does.
         queue_size: Finished items that may wait behind each stage.
@@ -99,6 +104,7 @@ class MQGNNDataModule(LightningDataModule):
         replace: bool = False,
         drop_last: bool = False,
         transform: Callable[[Data], Data] | None = None,
+        edge_format: str = "coo",
         eval_loader_kwargs: Mapping[str, Any] | None = None,
         sampling_threads: int = 1,
         prepare_threads: int = 1,
@@ -115,6 +121,7 @@ class MQGNNDataModule(LightningDataModule):
             "num_neighbors": num_neighbors,
             "batch_size": batch_size,
             "replace": replace,
+            "edge_format": edge_format,
         }
         if not isinstance(eval_loader_kwargs, Mapping | None):
             raise TypeError(f"eval_loader_kwargs={eval_loader_kwargs!r}: give a dict, e.g. {{'batch_size': 4096}}")
@@ -125,6 +132,7 @@ class MQGNNDataModule(LightningDataModule):
         for arguments in (self._train_arguments, self._eval_arguments):
             check_num_neighbors(arguments["num_neighbors"])
             _check_int("batch_size", arguments["batch_size"], least=1)
+            check_edge_format(arguments["edge_format"])
         _check_int("sampling_threads", sampling_threads, least=0)
         _check_int("prepare_threads", prepare_threads, least=0)
         _check_int("queue_size", queue_size, least=1)
@@ -205,7 +213,7 @@ class MQGNNDataModule(LightningDataModule):
         """Hand a batch over to the training stream; the transfer stage has copied it to the device already."""
         if not isinstance(batch, Data):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        if batch.edge_index.device.type == device.type == "cuda":
+        if device_of(batch).type == device.type == "cuda":
             hand_over(batch)
         else:
             batch = batch.to(device)
@@ -276,6 +284,8 @@ class MQGNNDataModule(LightningDataModule):
         self._use(GraphStore.open(path))
 
     def _use(self, store: GraphStore) -> None:
+        if "csc" in (self._train_arguments["edge_format"], self._eval_arguments["edge_format"]):
+            check_edge_weight(store)
         self._store = store
         for split, nodes in zip(_SPLITS, self._input_nodes, strict=True):
             name = f"input_{split}_nodes"
@@ -311,7 +321,8 @@ class MQGNNDataModule(LightningDataModule):
         )
         to_cuda = device.type == "cuda"
         pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=to_cuda)
-        stages = [Stage("prepare", Prepare(self.store, pool, self._transform), self._prepare_threads, self._queue_size)]
+        prepare = Prepare(self.store, pool, self._transform, arguments["edge_format"])
+        stages = [Stage("prepare", prepare, self._prepare_threads, self._queue_size)]
         if to_cuda:
             stages.append(Stage("transfer", CUDATransfer(device), threads=1, queue_size=self._queue_size))
         loader = MQGNNLoader(

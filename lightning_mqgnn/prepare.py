@@ -19,20 +19,33 @@ class Prepare:
     (nodes,), `e_id` (edges,), `input_id` (seeds,), all int64, `batch_size`, and the lists `num_sampled_nodes` and
     `num_sampled_edges`. Its tensors are lent by `pool`.
 
+    In the format "csc" it has `adj_t` in place of `edge_index` and `edge_weight`: a `torch.sparse_csr` matrix (nodes,
+    nodes) with int64 indices, a row per target node and a column per source node; its values are the weights, else
+    float32 ones. They stand in the order of `e_id`: a row's columns need not ascend, and parallel edges are entries of
+    their own.
+
     Safe to call from several threads at once, as far as `transform` is.
 
     Args:
         store: Where the rows come from.
         pool: Where the memory of the batches comes from.
         transform: Called with each batch; what it returns is the batch.
+        edge_format: "coo" or "csc".
     """
 
-    def __init__(self, store: GraphStore, pool: BufferPool, transform: Callable[[Data], Data] | None = None) -> None:
+    def __init__(
+        self,
+        store: GraphStore,
+        pool: BufferPool,
+        transform: Callable[[Data], Data] | None = None,
+        edge_format: str = "coo",
+    ) -> None:
         self._store = store
         self._node_words = {name: _words(tensor) for name, tensor in store.node_attrs.items()}
         self._edge_words = {name: _words(tensor) for name, tensor in store.edge_attrs.items()}
         self._pool = pool
         self._transform = transform
+        self._edge_format = edge_format
 
     def __call__(self, subgraph: SampledSubgraph) -> Data:
         """Make the batch of `subgraph`."""
@@ -49,8 +62,6 @@ class Prepare:
     def _make(self, subgraph: SampledSubgraph) -> Data:
         store = self._store
         num_nodes, num_edges = len(subgraph.node), len(subgraph.row)
-        edge_index = self._pool.lend("edge_index", (2, num_edges), torch.int64)
-        kernels.expand_edges(subgraph.colptr, subgraph.row, edge_index.numpy())
         n_id = self._pool.lend("n_id", (num_nodes,), torch.int64)
         n_id.numpy()[:] = subgraph.node
         e_id = self._pool.lend("e_id", (num_edges,), torch.int64)
@@ -59,11 +70,16 @@ class Prepare:
         else:
             kernels.gather_ids(store.edge_id.numpy(), subgraph.position, e_id.numpy())
 
-        batch = Data(edge_index=edge_index)
+        batch = Data(edge_index=self._edge_index(subgraph)) if self._edge_format == "coo" else Data()
         for name, tensor in store.node_attrs.items():
             batch[name] = self._gather(name, tensor, self._node_words[name], subgraph.node)
         for name, tensor in store.edge_attrs.items():
             batch[name] = self._gather(name, tensor, self._edge_words[name], e_id.numpy())
+        if self._edge_format == "csc":
+            weighted = "edge_weight" in store.edge_attrs
+            batch.adj_t = self._adj_t(subgraph, batch.edge_weight if weighted else None)
+            if weighted:
+                del batch.edge_weight
         for name, value in store.graph_attrs.items():
             batch[name] = value
         batch.n_id = n_id
@@ -73,6 +89,25 @@ class Prepare:
         batch.input_id = torch.from_numpy(subgraph.input_id)
         batch.batch_size = subgraph.num_seeds
         return batch
+
+    def _edge_index(self, subgraph: SampledSubgraph) -> Tensor:
+        edge_index = self._pool.lend("edge_index", (2, len(subgraph.row)), torch.int64)
+        kernels.expand_edges(subgraph.colptr, subgraph.row, edge_index.numpy())
+        return edge_index
+
+    def _adj_t(self, subgraph: SampledSubgraph, weight: Tensor | None) -> Tensor:
+        num_nodes, num_edges = len(subgraph.node), len(subgraph.row)
+        # int64 and not the sampler's int32: with that some of PyG's layers compute wrong gradients without a word.
+        crow = self._pool.lend("crow_indices", (num_nodes + 1,), torch.int64)
+        crow.numpy()[: len(subgraph.colptr)] = subgraph.colptr
+        crow.numpy()[len(subgraph.colptr) :] = num_edges  # nothing was sampled into the nodes of the last hop
+        col = self._pool.lend("col_indices", (num_edges,), torch.int64)
+        col.numpy()[:] = subgraph.row
+        if weight is None:
+            weight = self._pool.lend("values", (num_edges,), torch.float32)
+            weight.numpy().fill(1)
+        # The check would refuse rows whose sources are not in ascending order; nothing that multiplies needs them so.
+        return torch.sparse_csr_tensor(crow, col, weight, (num_nodes, num_nodes), check_invariants=False)
 
     def _gather(self, name: str, source: Tensor, words: np.ndarray, index: np.ndarray) -> Tensor:
         out = self._pool.lend(name, (len(index), *source.shape[1:]), source.dtype)

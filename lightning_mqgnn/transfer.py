@@ -1,6 +1,9 @@
 """The transfer stage: copies batches to the device on a stream of its own."""
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 
 
@@ -32,7 +35,22 @@ def hand_over(batch: Data) -> None:
 
     Without this its memory could be given to the next copy while kernels that read it are still queued.
     """
-    stream = torch.cuda.current_stream(batch.edge_index.device)
+    stream = torch.cuda.current_stream(device_of(batch))
+    for tensor in _dense_tensors(batch):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+
+def device_of(batch: Data) -> torch.device:
+    """Where the edges of `batch` are, and with them the rest of it."""
+    edges: Tensor = batch.adj_t if "adj_t" in batch else batch.edge_index
+    return edges.device
+
+
+def _dense_tensors(batch: Data) -> Iterator[Tensor]:
+    """The tensors of `batch`; those that a sparse matrix is made of in its place, since it has no memory of its own."""
     for value in batch.to_dict().values():
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(stream)
+        if isinstance(value, Tensor) and value.layout == torch.sparse_csr:
+            yield from (value.crow_indices(), value.col_indices(), value.values())
+        elif isinstance(value, Tensor):
+            yield value
