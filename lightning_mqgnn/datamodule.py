@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch_geometric.data import Data
@@ -229,9 +229,11 @@ class MQGNNDataModule(LightningDataModule):
         return {"train": self._loaders["train"][1].state_dict()} if "train" in self._loaders else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue training where the checkpoint was taken."""
+        """Continue training where the checkpoint was taken; with another number of ranks too."""
         if "train" in state_dict and (self.trainer is None or self.trainer.state.fn == "fit"):
             self._resume_at = state_dict["train"]
+            if self.trainer is not None and self._resume_at["world_size"] != self.trainer.world_size:
+                self.trainer.callbacks.append(_ResumesWithOtherRanks())  # type: ignore[attr-defined]  # it is a list
 
     def teardown(self, stage: str | None = None) -> None:
         """End all threads."""
@@ -365,6 +367,24 @@ class MQGNNDataModule(LightningDataModule):
     def _warm_up(self) -> None:
         NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up(say=rank_zero_info)
         Prepare(self.store, BufferPool()).warm_up()
+
+
+class _ResumesWithOtherRanks(Callback):
+    """Corrects, once, the Trainer's count of an epoch's batches: they are others, with another number of ranks."""
+
+    _done = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the count was restored, and before it is used."""
+        if self._done:
+            return
+        self._done = True
+        loader = trainer.train_dataloader
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if isinstance(loader, MQGNNLoader) and progress.processed:
+            moved = (loader.first_batch or len(loader)) - progress.processed
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(progress, name, getattr(progress, name) + moved)
 
 
 def _is_function(data: object) -> bool:

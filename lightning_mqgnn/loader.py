@@ -60,6 +60,8 @@ class MQGNNLoader:
         self._epoch = 0
         self._first_batch = 0
         self._num_taken = 0
+        self._before: list[list[int]] = []
+        self._resumes_before: list[list[int]] = []
         self._active: tuple[_Course, Pipeline] | None = None
         self._clocks = {stage.name: StageClock() for stage in self._stages}
         self._wait = 0.0
@@ -73,9 +75,11 @@ class MQGNNLoader:
         epoch = self._current_epoch()
         epoch = self._next_epoch if epoch is None else epoch
         first_batch, self._first_batch = self._first_batch, 0
+        self._before, self._resumes_before = self._resumes_before, []
         if not self._continues_with(epoch, first_batch):
             self.close()
-            course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after)
+            rest = self.plan.rest(epoch, self._rank, self._before) if self._before else None
+            course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after, rest)
             self._active = course, Pipeline(course, self._stages)
         assert self._active is not None
         _, pipeline = self._active
@@ -106,15 +110,35 @@ class MQGNNLoader:
             result = stage.work(result)
         return result
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the pass stands: its epoch and how many batches were taken from it."""
-        return {"epoch": self._epoch, "batches": self._num_taken}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands: its epoch, how many batches were taken from it, and of how many ranks."""
+        skipped = len(self) - len(self.plan.rest(self._epoch, self._rank, self._before)) if self._before else 0
+        return {
+            "epoch": self._epoch,
+            "batches": self._num_taken - skipped,
+            "world_size": self.plan.world_size,
+            "before": self._before,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next pass continue where `state` was taken; a pass that was complete is followed by a new one."""
-        complete = state["batches"] >= len(self)
-        self._next_epoch = state["epoch"] + complete
-        self._first_batch = 0 if complete else state["batches"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass continue where `state` was taken; a pass that was complete is followed by a new one.
+
+        With another number of ranks, they share what was left of the epoch.
+        """
+        before, epoch = [list(part) for part in state["before"]], state["epoch"]
+        taken = state["batches"]
+        if state["world_size"] != self.plan.world_size:
+            before, taken = [*before, [state["world_size"], taken]], 0
+        batches = len(self.plan.rest(epoch, self._rank, before)) if before else len(self)
+        complete = taken >= batches
+        self._next_epoch = epoch + complete
+        self._first_batch = 0 if complete else len(self) - batches + taken
+        self._resumes_before = [] if complete else before
+
+    @property
+    def first_batch(self) -> int:
+        """Number of the batch in its epoch, 0 to `len(self)`, that the next pass begins with."""
+        return self._first_batch
 
     def times(self) -> tuple[float, dict[str, StageClock]]:
         """Seconds that the consumer waited for batches in all passes, and the clocks of the stages."""
@@ -160,14 +184,22 @@ class MQGNNLoader:
 class _Course:
     """The tasks of one pass and, for as long as the epoch after the last one is known, of the passes that follow it.
 
-    Once it has ended it stays so: a thread that was told of the end has left, and its task would never be done.
+    The first epoch may be one that another number of ranks began; `rest` are its last batches then. Once the course has
+    ended it stays so: a thread that was told of the end has left, and its task would never be done.
     """
 
     def __init__(
-        self, plan: EpochPlan, rank: int, epoch: int, first_batch: int, epoch_after: Callable[[int], int | None]
+        self,
+        plan: EpochPlan,
+        rank: int,
+        epoch: int,
+        first_batch: int,
+        epoch_after: Callable[[int], int | None],
+        rest: list[np.ndarray] | None = None,
     ) -> None:
         self._num_batches = plan.num_batches
         self._batches_of = lru_cache(maxsize=4)(partial(plan.batches, rank=rank))
+        self._rest = rest
         self._skipped = first_batch
         self._epoch_after = epoch_after
         self._epochs = [epoch]
@@ -180,6 +212,8 @@ class _Course:
 
     def __getitem__(self, number: int) -> _Task:
         epoch, batch = self.place(number)
+        if self._rest is not None and epoch == self._epochs[0]:
+            return epoch, batch, self._rest[batch - self._num_batches]
         return epoch, batch, self._batches_of(epoch)[batch]
 
     def place(self, number: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """EpochPlan: which seed nodes are in which batch on which rank in which epoch."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -90,6 +91,31 @@ class EpochPlan:
         cuts = [min(i * self.batch_size, len(shard) - (count - i)) for i in range(count)]
         cuts.append(count * self.batch_size if self.drop_last else len(shard))
         return [shard[begin:end] for begin, end in pairwise(cuts)]
+
+    def rest(self, epoch: int, rank: int, before: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The batches of `rank` in what other numbers of ranks have left of `epoch`, for a run that resumes there.
+
+        Args:
+            epoch: Number of the epoch.
+            rank: This process.
+            before: For each part of the epoch so far, the number of ranks and how many batches each of them took.
+
+        Returns:
+            As many batches on each rank. None if fewer seeds are left than ranks (or with `drop_last`, than a batch for
+            each of them): those few are not visited in this epoch.
+        """
+        left = replace(self, world_size=1, drop_last=False).shard(epoch, 0)
+        for world_size, taken in before:
+            parts = [self._cut(left, world_size, other)[taken:] for other in range(world_size)]
+            left = np.concatenate([left[:0], *(batch for part in parts for batch in part)])
+        return self._cut(left, self.world_size, rank)
+
+    def _cut(self, order: np.ndarray, world_size: int, rank: int) -> list[np.ndarray]:
+        full = self.batch_size if self.drop_last else 1
+        if len(order) // world_size < full:
+            return []
+        plan = replace(self, num_seeds=len(order), world_size=world_size, shuffle=False)
+        return [order[positions] for positions in plan.batches(0, rank)]
 
     def key(self, epoch: int, global_batch: int) -> int:
         """The random key (64 bits) of batch `global_batch` = batch * world_size + rank."""

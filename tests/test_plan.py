@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,6 +56,41 @@ def test_drop_last_leaves_full_batches_only_and_as_many_as_each_rank_can_fill(pl
     assert len(set(visited)) == len(visited)
     assert plan.num_batches == plan.num_seeds // plan.world_size // plan.batch_size
     assert len(visited) == plan.world_size * plan.num_batches * plan.batch_size
+
+
+@given(plans(), st.integers(0, 100), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_other_numbers_of_ranks_finish_an_epoch_and_visit_every_seed_once(plan, epoch, world_sizes, data):
+    before, visited = [], []
+    for world_size in (plan.world_size, *world_sizes):
+        assume(world_size <= plan.num_seeds)
+        plan = replace(plan, world_size=world_size)
+        parts = [plan.rest(epoch, rank, before) for rank in range(world_size)]
+        (count,) = {len(batches) for batches in parts}
+        assert count <= plan.num_batches
+        if not before:
+            assert np.array_equal(np.concatenate(parts[0]), plan.shard(epoch, 0))
+        taken = data.draw(st.integers(0, count)) if len(before) < len(world_sizes) else count
+        visited += [seed for batches in parts for batch in batches[:taken] for seed in batch]
+        before.append([world_size, taken])
+        if taken == count:
+            break
+    assert len(visited) == len(set(visited))
+    assert plan.num_seeds - world_size < len(visited) <= plan.num_seeds
+    if world_size == 1:
+        assert len(visited) == plan.num_seeds
+
+
+@given(plans(drop_last=True), st.integers(0, 100), st.integers(1, 5), st.data())
+def test_what_other_ranks_finish_is_full_batches_too_where_that_is_asked_for(plan, epoch, world_size, data):
+    assume(plan.batch_size <= plan.num_seeds // world_size)
+    taken = data.draw(st.integers(0, plan.num_batches))
+    visited = [seed for batches in all_batches(plan, epoch) for batch in batches[:taken] for seed in batch]
+    other = replace(plan, world_size=world_size)
+    parts = [other.rest(epoch, rank, [[plan.world_size, taken]]) for rank in range(world_size)]
+    assert len({len(batches) for batches in parts}) == 1
+    assert {len(batch) for batches in parts for batch in batches} <= {plan.batch_size}
+    visited += [seed for batches in parts for batch in batches for seed in batch]
+    assert len(visited) == len(set(visited))
 
 
 @pytest.mark.parametrize(

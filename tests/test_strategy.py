@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from graphs import random_graph
 
 from lightning_mqgnn import MQGNNStrategy
 
@@ -69,6 +70,9 @@ FAILING = {  # a function that must be in the traceback
     "failing_transform": "planted_transform",
 }
 HAVE_WEIGHTS = [scenario for scenario in ONLY_MQGNN if scenario != "sync_batchnorm_on_the_cpu"]
+TRAIN_NODES, VAL_NODES = (
+    mask.nonzero().flatten().tolist() for mask in (random_graph().train_mask, random_graph().val_mask)
+)
 
 
 def files_in_shared_memory() -> set[str]:
@@ -103,6 +107,15 @@ def outcomes(tmp_path_factory):
     both = [*EQUAL_TO_DDP, *EQUAL_BUT_FOR_ROUNDING, *VISITS]
     started.run("ddp", 2, both)
     return started.run("lockstep", 2, [*both, *ONLY_MQGNN, *FAILING])
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    started = Outcomes(tmp_path_factory.mktemp("elastic"))
+    started.run("racom", 2, ["from_the_start"])
+    started.run("racom", 3, ["from_two_ranks_within_an_epoch", "from_two_ranks_after_an_epoch"])
+    alone = ["from_two_ranks_within_an_epoch", "from_two_and_then_three_ranks", "from_two_ranks_after_an_epoch"]
+    return started.run("racom", 1, alone)
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -247,6 +260,34 @@ def test_both_parts_of_an_interrupted_epoch_visit_every_node_exactly_once(outcom
         visited += outcome["whole"]["trained"][1][:60]  # 2 batches until the checkpoint
         visited += outcome["second"]["trained"][1]
     assert len(visited) == len(set(visited)) == 240
+
+
+@pytest.mark.parametrize(
+    ("devices", "scenario", "steps", "nodes_of_epoch_1"),
+    [
+        (3, "from_two_ranks_within_an_epoch", 5 + 2 + 3, 180),
+        (1, "from_two_ranks_within_an_epoch", 5 + 6 + 8, 180),
+        (1, "from_two_and_then_three_ranks", 6 + 3 + 8, 90),
+        (3, "from_two_ranks_after_an_epoch", 8 + 3, 0),
+        (1, "from_two_ranks_after_an_epoch", 8 + 8, 0),
+    ],
+)
+def test_another_number_of_ranks_resumes_and_visits_what_was_left(elastic, devices, scenario, steps, nodes_of_epoch_1):
+    ranks = [elastic("racom", scenario, rank, devices) for rank in range(devices)]
+    for outcome in ranks:
+        assert_equal(outcome["weights"], ranks[0]["weights"])
+        assert outcome["steps"] == steps
+    trained = {epoch: [node for outcome in ranks for node in outcome["trained"].get(epoch, [])] for epoch in (1, 2)}
+    assert sorted(trained[2]) == TRAIN_NODES
+    assert len(trained[1]) == nodes_of_epoch_1
+    before = [node for rank in (0, 1) for node in elastic("racom", "from_the_start", rank)["trained"][1][:30]]
+    if scenario == "from_two_and_then_three_ranks":
+        three = [elastic("racom", "from_two_ranks_within_an_epoch", rank, 3)["trained"][1] for rank in range(3)]
+        before += [node for visited in three for node in visited[:30]]
+    if nodes_of_epoch_1:
+        assert sorted(trained[1] + before) == TRAIN_NODES
+    for epoch in (1, 2) if nodes_of_epoch_1 else (2,):
+        assert sorted(node for outcome in ranks for node in outcome["validated"][epoch]) == VAL_NODES
 
 
 # Ranks that step by themselves

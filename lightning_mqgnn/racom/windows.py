@@ -87,9 +87,9 @@ class ProgressExchange:
     The training thread copies parameters at a window's end and adds a correction when a mean has arrived; the
     arithmetic between is done by a thread of this object, which starts with the first window and ends with `close`.
 
-    Beside the progress the buffer carries, summed over ranks: how many sent finite progress, |u_i|^2, which period each
-    needs, and their waiting. Every decision is made from these sums, so that all ranks decide alike: the decision made
-    from a window holds from the first window that no rank can have begun by then.
+    Beside the progress the buffer carries, summed over ranks: how many sent finite progress, |u_i|^2, and how many need
+    which period. Every decision is made from these sums, so that all ranks decide alike: the decision made from a
+    window holds from the first window that no rank can have begun by then.
 
     Args:
         parameters: Floating-point parameters on one device, the same on all ranks.

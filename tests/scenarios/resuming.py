@@ -93,3 +93,32 @@ def resume_while_accumulating(strategy: str, folder: Path) -> dict[str, Any]:
 def resume_with_a_schedule_over_all_steps(strategy: str, folder: Path) -> dict[str, Any]:
     every = {"every_n_train_steps": 1}
     return interrupted_and_resumed(one_cycle_module, strategy, folder / "schedule", every, "epoch=1-step=6")
+
+
+def saving_each_step(strategy: str, folder: Path, path: Path | None = None) -> dict[str, Any]:
+    """Train until the end of epoch 2, from the checkpoint at `path`, and keep a checkpoint of each step in `folder`."""
+    module = Sage(adamw)
+    saving = ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = make_trainer(strategy, max_epochs=3, limit_val_batches=1.0, enable_checkpointing=True, callbacks=[saving])
+    trainer.fit(module, datamodule=datamodule(), ckpt_path=path)
+    return result(module, steps=trainer.global_step)
+
+
+@scenario
+def from_the_start(strategy: str, folder: Path) -> dict[str, Any]:
+    return saving_each_step(strategy, folder / "start")
+
+
+@scenario
+def from_two_ranks_within_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    return saving_each_step(strategy, folder / "within", folder.parent / "racom-2" / "start" / "epoch=1-step=5.ckpt")
+
+
+@scenario
+def from_two_ranks_after_an_epoch(strategy: str, folder: Path) -> dict[str, Any]:
+    return saving_each_step(strategy, folder / "after", folder.parent / "racom-2" / "start" / "epoch=1-step=8.ckpt")
+
+
+@scenario
+def from_two_and_then_three_ranks(strategy: str, folder: Path) -> dict[str, Any]:
+    return saving_each_step(strategy, folder / "both", folder.parent / "racom-3" / "within" / "epoch=1-step=6.ckpt")
