@@ -269,7 +269,7 @@ def run_two_paces(rank):
     settings = replace(PLAIN, period=2, max_staleness=5)
     parameter, exchange = started(settings)
     for step in range(1, 41):
-        time.sleep(0.004 * rank)
+        time.sleep(0.02 * rank)
         take_step(parameter, 0, step, exchange)
     exchange.drain()
     exchange.close()
@@ -561,10 +561,19 @@ def test_a_period_that_led_apart_is_not_tried_again_at_once():
 
 
 @pytest.mark.parametrize(
-    ("exchange", "step", "period"), [(0.0, 0.01, 1), (0.05, 0.01, 8), (1.0, 0.01, 128), (1e9, 1.0, 512)]
+    ("exchange", "own", "step", "period"),
+    [
+        (0.0, 0.0, 0.01, 1),
+        (0.05, 0.0, 0.01, 8),
+        (1.0, 0.0, 0.01, 128),
+        (1e9, 0.0, 1.0, 512),
+        (0.0, 0.0008, 0.005, 16),
+        (0.05, 0.0006, 0.01, 8),
+        (0.2, 0.0008, 0.01, 32),
+    ],
 )
-def test_the_needed_period_covers_the_exchange_with_room(exchange, step, period):
-    assert PERIODS[needed_slot(exchange, step)] == period
+def test_the_needed_period_hides_the_exchange_and_makes_its_own_cost_small(exchange, own, step, period):
+    assert PERIODS[needed_slot(exchange, own, step)] == period
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class RaCoMExchange:
         self._alone = dist.get_world_size(group) == 1
         self._steps = 0
         self._windows: ProgressExchange | None = None
+        self._listed = 0  # parameters in the optimizers' groups
         self._num_discarded = 0
         self._momentum: dict[Parameter, Tensor] = {}
         self._controller = PeriodController(settings)
@@ -89,7 +90,12 @@ class RaCoMExchange:
         """Before the parameters move: begin with windows, or begin anew if there are other parameters now."""
         if self._alone or self.lockstep:
             return
-        if self._windows is None or len(self._windows.parameters) != len(_parameters(self._optimizers)):
+        listed = 0
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                listed += len(group["params"])
+        if self._windows is None or listed != self._listed:
+            self._listed = listed
             self._retire()
             parameters = _parameters(self._optimizers)
             windows = ProgressExchange(parameters, self.settings, self._controller, self.statistics, self._group)

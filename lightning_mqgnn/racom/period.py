@@ -8,22 +8,27 @@ PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 """The lengths that a rank may ask for."""
 
 _MARGIN = 1.25  # a window this much longer than its exchange leaves room for noise
+_OWN_SHARE = 0.01  # of the training thread's time may go into windows; the calls themselves come on top
 _CALM = 8  # windows of agreement before the ceiling is lifted
 _PATIENCE = 4  # windows in a row that would do with half the period before it is shortened
 
 
-def needed_slot(exchange_seconds: float, step_seconds: float) -> int:
-    """Index in `PERIODS` of the shortest period whose computation covers one exchange, with some room."""
-    steps = _MARGIN * exchange_seconds / max(step_seconds, 1e-9)
+def needed_slot(exchange_seconds: float, own_seconds: float, step_seconds: float) -> int:
+    """Index in `PERIODS` of the shortest period that is long enough for a window.
+
+    Its computation covers the exchange, with some room, and what the training thread itself does for a window
+    (`own_seconds`) is a small share of it.
+    """
+    steps = max(_MARGIN * exchange_seconds, own_seconds / _OWN_SHARE) / max(step_seconds, 1e-9)
     return min(bisect_left(PERIODS, steps), len(PERIODS) - 1)
 
 
 class PeriodController:
     """A state machine without clocks: the same updates give the same periods, on every rank.
 
-    The period is the smallest that hides the exchange, but not below `settings.period` for the sake of speed alone, and
-    it is halved whenever replicas are further apart than `settings.divergence_bound`. When both can't be had,
-    agreement wins.
+    The period is the smallest that hides the exchange (`needed_slot`), but not below `settings.period` for the sake of
+    speed alone, and it is halved whenever replicas are further apart than `settings.divergence_bound`. When both can't
+    be had, agreement wins.
 
     Attributes:
         period: Optimizer steps.
@@ -41,7 +46,7 @@ class PeriodController:
 
         Args:
             period: How many steps it had.
-            needed: The shortest period that hides an exchange, in steps.
+            needed: The shortest period that hides an exchange, see `needed_slot`; in steps.
             delta: The replicas' distance from their mean, see `RaCoM.divergence_bound`.
         """
         settings = self._settings

@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -65,6 +65,7 @@ class _Window:
         self.num_applied = 0
         self.discarded = False
         self.wanted = False
+        self.own_seconds = 0.0
         self.step_seconds = 0.0
         self.sent_at = 0.0
         self.delta = 0.0
@@ -142,6 +143,8 @@ class ProgressExchange:
         self._compute_seconds = 0.0
         self._timed_steps = 0
         self._step_seconds = 0.0
+        self._own_seconds = 0.0
+        self._costs: deque[float] = deque(maxlen=4)
 
         # Of the worker
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -162,7 +165,6 @@ class ProgressExchange:
         """Optimizer steps in the window that is open."""
         return self._period
 
-    @torch.no_grad()
     def after_step(self) -> None:
         """Count an optimizer step; close the window if it is full, and apply the means that have arrived.
 
@@ -170,6 +172,7 @@ class ProgressExchange:
             RuntimeError: The exchange failed, for example since another rank has gone.
         """
         self._raise_failure()
+        began = time.thread_time()
         if self._last_step is not None:
             self._compute_seconds += time.perf_counter() - self._last_step
             self._timed_steps += 1
@@ -187,6 +190,7 @@ class ProgressExchange:
             if self._steps - oldest.closed_at < bound and (fixed or not oldest.ready.is_set()):
                 break
             self._apply_oldest()
+        self._own_seconds += time.thread_time() - began
         self._last_step = time.perf_counter()  # so that waiting in here does not count as computing
 
     @torch.no_grad()
@@ -241,6 +245,7 @@ class ProgressExchange:
         _copy(self._anchor_views, self.parameters)
         dist.broadcast(self._anchor, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
 
+    @torch.no_grad()
     def _close(self, final: bool) -> None:
         wire_dtype = self._anchor.dtype if final else self._settings.exchange_dtype
         window = self._take_window(wire_dtype)
@@ -251,6 +256,9 @@ class ProgressExchange:
         window.steps, window.closed_at = self._open_steps, self._steps
         window.num_applied = self._num_applied
         window.step_seconds = self._step_seconds
+        self._costs.append(self._own_seconds)
+        self._own_seconds = 0.0
+        window.own_seconds = min(self._costs)  # the first touch of new buffers takes longer, and is not what follows
         if self._stream is not None:
             window.snapshot = torch.cuda.current_stream(self._device).record_event()
         self._compute_seconds, self._timed_steps = 0.0, 0
@@ -261,6 +269,7 @@ class ProgressExchange:
         self._raise_failure()  # one that came before the window was in flight would not have woken a wait for it
         self._put(partial(self._send, window))
 
+    @torch.no_grad()
     def _apply_oldest(self) -> None:
         window = self._in_flight[0]
         if self._settings.arrival == "fixed":
@@ -374,7 +383,7 @@ class ProgressExchange:
                 window.closed_at,
             )
         slots = [0.0] * len(PERIODS)
-        slots[needed_slot(self._exchange_seconds, window.step_seconds)] = 1.0
+        slots[needed_slot(self._exchange_seconds, window.own_seconds, window.step_seconds)] = 1.0
         shared = [0.0, 0.0] if window.discarded else [1.0, squared_norm]
         window.wire[-_TAIL:].copy_(torch.tensor([*shared, *slots], dtype=torch.float64))
         self._unfinished[window.number] = window
