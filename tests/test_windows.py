@@ -377,7 +377,7 @@ def run_kinds_of_parameters(rank):
         Parameter(torch.randn(6), requires_grad=False),
     ]
     frozen = parameters[-1].clone()
-    exchange = RaCoMExchange([torch.optim.SGD(parameters, 1.0)], RaCoM(period=3))
+    exchange = RaCoMExchange([torch.optim.SGD(parameters, 1.0)], RaCoM(period=3, adaptive=False))
     torch.manual_seed(rank)
     for _ in range(20):
         exchange.before_step()
