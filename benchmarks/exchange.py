@@ -85,9 +85,9 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
 
-    def measure(name: str, parameters: float, milliseconds: float, slow: str, steps: int) -> list[dict[str, Any]]:
+    def measure(name: str, parameters: float, milliseconds: float, slow: str) -> list[dict[str, Any]]:
         results: list[Any] = [None, None]
-        own = epoch(SETTINGS[name], round(parameters * 1e6), milliseconds / 1e3, slow, steps)
+        own = epoch(SETTINGS[name], round(parameters * 1e6), milliseconds / 1e3, slow, arguments.steps)
         dist.all_gather_object(results, own)
         if rank == 0 and arguments.json:
             place = {"setting": name, "parameters": parameters, "ms_per_step": milliseconds, "slow": slow}
@@ -106,15 +106,13 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for parameters in arguments.parameters:
         for milliseconds in arguments.milliseconds:
             for name in SETTINGS:
-                one = measure(name, parameters, milliseconds, "none", arguments.steps)[0]
-                share = one["ms"] / (1e3 * one["work"] / arguments.steps)
-                period = 1 if name == "lock-step" else one["period"]
-                own = "" if name == "lock-step" else f"{one['ms']:.3f}"
-                cpu = f"{one['cpu_ms']:.3f}"
-                waiting = f"{one['wait_ms']:.3f}"
-                print_row(
-                    f"{parameters:g} M", milliseconds, name, period, own, cpu, waiting, f"{share:.1%}" * bool(own)
-                )
+                one = measure(name, parameters, milliseconds, "none")[0]
+                period, own, share = 1, "", ""
+                if not SETTINGS[name].synchronous:
+                    period, own = one["period"], f"{one['ms']:.3f}"
+                    share = f"{one['ms'] * arguments.steps / (1e3 * one['work']):.1%}"
+                cpu, waiting = f"{one['cpu_ms']:.3f}", f"{one['wait_ms']:.3f}"
+                print_row(f"{parameters:g} M", milliseconds, name, period, own, cpu, waiting, share)
     if rank == 0:
         print(flush=True)
     print_row(
@@ -123,7 +121,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     print_row(*["---"] * 7)
     for slow in SLOW_RANKS:
         for name in SETTINGS:
-            results = measure(name, 1, 10, slow, arguments.steps)
+            results = measure(name, 1, 10, slow)
             seconds = max(result["seconds"] for result in results)
             work = [result["work"] for result in results]
             late = max(result["staleness"] for result in results)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch_geometric.data import Data
@@ -13,6 +13,16 @@ from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.sampling import NeighborSampler
 
 _Task = tuple[int, int, np.ndarray]  # epoch, batch of this rank, positions of its seeds
+
+
+class _Begun(NamedTuple):
+    """What other numbers of ranks did of an epoch: their parts, see `EpochPlan.rest`, and how many batches of ours."""
+
+    before: list[list[int]]
+    num_batches: int
+
+
+_NOT_BEGUN = _Begun([], 0)
 
 
 class MQGNNLoader:
@@ -60,8 +70,7 @@ class MQGNNLoader:
         self._epoch = 0
         self._first_batch = 0
         self._num_taken = 0
-        self._before: list[list[int]] = []
-        self._resumes_before: list[list[int]] = []
+        self._begun = self._begun_next = _NOT_BEGUN
         self._active: tuple[_Course, Pipeline] | None = None
         self._clocks = {stage.name: StageClock() for stage in self._stages}
         self._wait = 0.0
@@ -75,10 +84,11 @@ class MQGNNLoader:
         epoch = self._current_epoch()
         epoch = self._next_epoch if epoch is None else epoch
         first_batch, self._first_batch = self._first_batch, 0
-        self._before, self._resumes_before = self._resumes_before, []
+        self._begun, self._begun_next = self._begun_next, _NOT_BEGUN
         if not self._continues_with(epoch, first_batch):
             self.close()
-            rest = self.plan.rest(epoch, self._rank, self._before) if self._before else None
+            before = self._begun.before
+            rest = self.plan.rest(epoch, self._rank, before) if before else None
             course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after, rest)
             self._active = course, Pipeline(course, self._stages)
         assert self._active is not None
@@ -112,12 +122,11 @@ class MQGNNLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: its epoch, how many batches were taken from it, and of how many ranks."""
-        skipped = len(self) - len(self.plan.rest(self._epoch, self._rank, self._before)) if self._before else 0
         return {
             "epoch": self._epoch,
-            "batches": self._num_taken - skipped,
+            "batches": self._num_taken - self._begun.num_batches,
             "world_size": self.plan.world_size,
-            "before": self._before,
+            "before": [*self._begun.before],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,11 +138,11 @@ class MQGNNLoader:
         taken = state["batches"]
         if state["world_size"] != self.plan.world_size:
             before, taken = [*before, [state["world_size"], taken]], 0
-        batches = len(self.plan.rest(epoch, self._rank, before)) if before else len(self)
-        complete = taken >= batches
+        begun = _Begun(before, len(self) - len(self.plan.rest(epoch, self._rank, before))) if before else _NOT_BEGUN
+        complete = begun.num_batches + taken >= len(self)
         self._next_epoch = epoch + complete
-        self._first_batch = 0 if complete else len(self) - batches + taken
-        self._resumes_before = [] if complete else before
+        self._first_batch = 0 if complete else begun.num_batches + taken
+        self._begun_next = _NOT_BEGUN if complete else begun
 
     @property
     def first_batch(self) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from torch.nn import BatchNorm1d, Linear, Parameter
+from torch.nn import BatchNorm1d, Parameter
 
 from lightning_mqgnn import GradientExchange
 from lightning_mqgnn.racom import average_buffers, broadcast_state
@@ -160,47 +160,3 @@ def test_one_rank_has_nothing_to_exchange(tmp_path):
     assert exchanges == 0
     assert torch.equal(grad, torch.full((2, 3), 3.0))
     assert torch.equal(mean, torch.full((4,), 0.1))
-
-
-def share_state(rank):
-    torch.manual_seed(rank)
-    module = torch.nn.Sequential(Linear(3, 4), BatchNorm1d(4))
-    broadcast_state(module)
-    first = {name: value.clone() for name, value in module.state_dict().items()}
-    module(torch.randn(8, 3) + rank)
-    if rank == 1:
-        module(torch.randn(8, 3))
-    own = module[1].running_mean.clone()
-    average_buffers(module)
-    return {"first": first, "own": own, "averaged": module[1].running_mean, "count": module[1].num_batches_tracked}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_begin_with_the_state_of_rank_0_and_average_their_buffers(tmp_path, world_size):
-    outcomes = run_ranks(world_size, share_state, tmp_path)
-    torch.manual_seed(0)
-    expected = Linear(3, 4)
-    mean = torch.stack([outcome["own"] for outcome in outcomes]).mean(0)
-    for outcome in outcomes:
-        assert torch.equal(outcome["first"]["0.weight"], expected.weight)
-        assert torch.allclose(outcome["averaged"], mean)
-        assert torch.equal(outcome["averaged"], outcomes[0]["averaged"])
-        assert outcome["count"] == 1  # rank 0's
-
-
-def average_constants(rank):
-    module = torch.nn.Module()
-    weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    module.register_buffer("class_weights", weights.clone())
-    module.register_buffer("short", weights.bfloat16())
-    average_buffers(module)
-    return {
-        "class_weights": torch.equal(module.class_weights, weights),
-        "short": torch.equal(module.short, weights.bfloat16()),
-    }
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_buffer_that_is_equal_on_all_ranks_stays_as_it_is(tmp_path, world_size):
-    for unchanged in run_ranks(world_size, average_constants, tmp_path):
-        assert unchanged == {"class_weights": True, "short": True}

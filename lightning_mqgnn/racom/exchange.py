@@ -90,10 +90,7 @@ class RaCoMExchange:
         """Before the parameters move: begin with windows, or begin anew if there are other parameters now."""
         if self._alone or self.lockstep:
             return
-        listed = 0
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                listed += len(group["params"])
+        listed = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
         if self._windows is None or listed != self._listed:
             self._listed = listed
             self._retire()
