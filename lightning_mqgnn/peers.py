@@ -17,6 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch names
 _log = logging.getLogger(__name__)
 
 _INTERVAL = 0.5  # seconds between two beats
+_STORE_PATIENCE = 10.0  # seconds without an answer of the store until it counts as out of reach
+_FAREWELL = 5.0  # seconds that the last beat may take
 _PATIENCE = 25.0  # seconds without a beat from another machine until its rank counts as gone
 _GRACE = 15.0  # seconds that a rank has to notice by itself that another one is gone
 
@@ -46,6 +48,9 @@ class PeerWatch:
     that is blocked in a collective, which nothing can interrupt, ends itself after 15 s more, so that none hangs or
     stays behind as an orphan. Where a rank was is known to half a second.
 
+    One thread talks to the store. If the process that serves it is frozen, it waits there without end, and nothing can
+    interrupt it; so all else is done elsewhere.
+
     Args:
         store: What the process group was made from; a connection of its own is made.
         rank: This rank.
@@ -60,13 +65,17 @@ class PeerWatch:
         self._others = [other for other in range(world_size) if other != rank]
         self._on_failure = on_failure
         self._own = _Beat(socket.gethostname(), os.getpid(), psutil.Process().create_time(), since=time.time())
-        self._beats: dict[int, _Beat] = {}
+        # Until a rank says where it is, it is in setup.
+        self._beats = {other: _Beat("", 0, 0.0, since=time.time()) for other in self._others}
         self._heard: dict[int, float] = {}
         self._error: PeerError | None = None
+        self._answers = 0  # beats that came through
+        self._failures = 0  # beats in a row that failed
         self._stop = threading.Event()
-        self._beating = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="mqgnn-peers", daemon=True)
-        self._thread.start()
+        self._talker = threading.Thread(target=self._talk, name="mqgnn-peers-store", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="mqgnn-peers", daemon=True)
+        self._talker.start()
+        self._watcher.start()
 
     def at(self, phase: str, step: int) -> None:
         """Note where this rank is, for the others to read."""
@@ -88,13 +97,10 @@ class PeerWatch:
         for _ in range(8):  # a process takes a moment to end; a rank on another machine is known to by its silence
             if self._error is not None:
                 return self._error
-            self._beat()
             if (gone := self._gone(silence=6 * _INTERVAL)) is not None:
                 return gone
             if "timed out" in str(error).lower() or self._stop.wait(_INTERVAL):
                 break
-        if not self._beats:
-            return PeerError(f"an exchange with the other ranks failed: {error}")
         behind = min(self._beats, key=lambda rank: (self._beats[rank].step, self._beats[rank].since))
         return PeerError(f"rank {behind} did not come in time, it is {_place(self._beats[behind])}. {error}")
 
@@ -110,20 +116,34 @@ class PeerWatch:
         """Stop watching, and tell the others not to watch this rank any more."""
         if self._stop.is_set():
             return
-        self._stop.set()
         self._own.done = True
-        self._beat()
-        self._thread.join()
+        self._stop.set()
+        self._talker.join(_FAREWELL)
+        self._watcher.join()
+
+    def _talk(self) -> None:
+        last = False
+        while not last:
+            last = self._stop.wait(_INTERVAL if self._answers or self._failures else 0)
+            try:
+                self._beat()
+            except (RuntimeError, ConnectionError, OSError):
+                self._failures += 1
+            else:
+                self._answers += 1
+                self._failures = 0
 
     def _watch(self) -> None:
-        failed_beats = 0
-        while not self._stop.is_set():
-            failed_beats = 0 if self._beat() else failed_beats + 1
+        answers = unanswered = 0
+        while not self._stop.wait(_INTERVAL):
+            unanswered = unanswered + 1 if self._answers == answers else 0
+            answers = self._answers
             gone = self._gone(silence=_PATIENCE)
-            if gone is None and failed_beats >= 4:
+            if gone is None and (self._failures >= 4 or unanswered * _INTERVAL >= _STORE_PATIENCE):
+                place = f"; rank 0 was {_place(self._beats[0])}" if 0 in self._beats else ""
                 gone = PeerError(
-                    "the store of the process group is out of reach: rank 0, or the launcher on its machine, is gone"
-                    + (f"; rank 0 was {_place(self._beats[0])}" if 0 in self._beats else "")
+                    "the store of the process group is out of reach: rank 0, or the launcher on its machine, is gone "
+                    f"or frozen{place}"
                 )
             if gone is not None:
                 self._error = gone
@@ -134,33 +154,28 @@ class PeerWatch:
                     sys.stderr.flush()
                     os._exit(1)
                 return
-            self._stop.wait(_INTERVAL)
 
-    def _beat(self) -> bool:
-        """Write this rank's beat and read the others'; whether that was possible."""
-        with self._beating:
-            self._own.count += 1
-            try:
-                self._store.set(_key(self._rank), json.dumps(asdict(self._own)))
-                present = self._others
-                if len(self._beats) < len(present):  # some may not have begun
-                    present = [other for other in present if self._store.check([_key(other)])]
-                values = self._store.multi_get([_key(other) for other in present])
-            except (RuntimeError, ConnectionError, OSError):
-                return False
-            now = time.monotonic()
-            for other, value in zip(present, values, strict=True):
-                beat = _Beat(**json.loads(value))
-                if other not in self._beats or beat.count != self._beats[other].count:
-                    self._heard[other] = now
-                self._beats[other] = beat
-            return True
+    def _beat(self) -> None:
+        """Write this rank's beat and read the others'."""
+        self._own.count += 1
+        self._store.set(_key(self._rank), json.dumps(asdict(self._own)))
+        present = self._others
+        if not all(beat.count for beat in self._beats.values()):  # some may not have begun
+            present = [other for other in present if self._store.check([_key(other)])]
+        values = self._store.multi_get([_key(other) for other in present])
+        now, beats = time.monotonic(), {**self._beats}
+        for other, value in zip(present, values, strict=True):
+            beat = _Beat(**json.loads(value))
+            if beat.count != beats[other].count:
+                self._heard[other] = now
+            beats[other] = beat
+        self._beats = beats  # at once, since other threads iterate over it
 
     def _gone(self, silence: float) -> PeerError | None:
         for other, beat in sorted(self._beats.items(), key=lambda item: item[1].failure is None):
             if beat.failure is not None:
                 return PeerError(f"rank {other} failed {_place(beat)}: {beat.failure}")
-            if beat.done:
+            if beat.done or not beat.count:
                 continue
             if beat.host == self._own.host:
                 if not _lives(beat.pid, beat.started):

@@ -138,7 +138,7 @@ def run(fault: str, rank: int, phase: str, moment: float, ranks: int) -> dict[in
             for i, text in said.items():
                 assert processes[i].returncode != 0, f"rank {i} ended as if nothing had happened"
                 named = [int(match[1]) for match in NAMED.finditer(text)]
-                assert rank in named, f"rank {i} does not name rank {rank}:\n{text[-3000:]}"
+                assert rank in named, f"rank {i} does not name rank {rank}:\n{text[:1500]}\n...\n{text[-3000:]}"
             return said
         finally:
             for process, file in zip(processes, files, strict=True):

@@ -14,6 +14,7 @@ import pytest
         ("raises", 0, "training", 2),
         ("terminated", 1, "training", 2),
         ("stopped", 1, "training", 2),
+        ("stopped", 0, "training", 2),  # then nothing that asks the store gets an answer
     ],
 )
 def test_the_others_end_with_an_error_that_names_the_rank(fault, rank, phase, ranks):
