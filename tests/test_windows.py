@@ -61,7 +61,13 @@ def reference(settings, world_size, num_steps, seed):
         mean = sum(own) / world_size
         velocity = settings.momentum * velocity + mean
         anchor = anchor + settings.outer_lr * (mean + settings.momentum * velocity)
-    return history, anchor + sum(progress) / world_size
+    share = num_steps % settings.period / settings.period
+    if share:  # what is left, with its part of the momentum
+        mean = sum(progress) / world_size
+        velocity = settings.momentum * velocity + mean
+        released = settings.momentum * (1 - settings.momentum**share) / (1 - settings.momentum)
+        anchor = anchor + settings.outer_lr * (mean + released * velocity)
+    return history, anchor
 
 
 def take_step(parameter, seed, step, exchange):
@@ -167,6 +173,58 @@ def test_windows_of_one_step_without_lateness_average_each_step(tmp_path):
         expected = expected + sum(update(0, rank, step) for rank in range(3)) / 3
         for history in ranks:
             assert torch.allclose(history[step - 1], expected, atol=1e-6)
+
+
+def run_drained_at(rank):
+    settings = RaCoM(period=4, momentum=0.6, adaptive=False)
+    generator, outcomes = random.Random(3), []
+    for frequency in (0.0, 0.1, 0.5, 1.0):
+        parameter, exchange = started(settings)
+        for step in range(1, 31):
+            take_step(parameter, 0, step, exchange)
+            if generator.random() < frequency:
+                exchange.drain()
+        exchange.drain()
+        outcomes.append((parameter.detach().clone(), exchange.state_dict()["momentum"][0]))
+        exchange.close()
+    return outcomes
+
+
+def test_drains_neither_add_nor_lose_momentum(tmp_path):
+    """What was given and what momentum still has to give are all progress times 1 / (1 - mu), however often drained."""
+    momentum = 0.6
+    progress = sum(update(0, rank, step) for rank in range(2) for step in range(1, 31)) / 2
+    for outcomes in run_ranks(2, run_drained_at, tmp_path):
+        for parameter, velocity in outcomes:
+            to_come = velocity * momentum**2 / (1 - momentum)
+            assert torch.allclose(parameter + to_come, progress / (1 - momentum), atol=1e-5)
+
+
+def run_moved_by_something_else(rank):
+    parameter, exchange = started(RaCoM(period=4, momentum=0.6, adaptive=False))
+    for step in range(1, 6):
+        take_step(parameter, 0, step, exchange)
+    with torch.no_grad():
+        parameter.fill_(10.0 + rank)
+    exchange.drain(force=True)
+    exchange.close()
+    return parameter.detach()
+
+
+def test_a_forced_drain_is_the_plain_mean(tmp_path):
+    for parameter in run_ranks(2, run_moved_by_something_else, tmp_path):
+        assert torch.allclose(parameter, torch.full_like(parameter, 10.5), atol=1e-5)
+
+
+def run_default_momentum(rank):
+    parameter = Parameter(torch.zeros(SIZE))
+    sgd, adam = torch.optim.SGD([parameter], 1.0), torch.optim.Adam([Parameter(torch.zeros(1))])
+    return [RaCoMExchange(optimizers, RaCoM()).settings.momentum for optimizers in ([sgd], [adam], [sgd, adam])]
+
+
+def test_momentum_fits_the_number_of_ranks_and_the_optimizers(tmp_path):
+    for momenta in run_ranks(4, run_default_momentum, tmp_path):
+        assert momenta == [0.0, 0.5, 0.5]
 
 
 def run_conservation(rank):

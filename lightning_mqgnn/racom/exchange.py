@@ -1,13 +1,14 @@
 """RaCoMExchange: what a training loop calls; lock-step first, then windows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_mqgnn.racom.gradients import GradientExchange
 from lightning_mqgnn.racom.period import PeriodController
@@ -34,18 +35,22 @@ class RaCoMExchange:
     Args:
         optimizers: All that step; their parameters are shared. Parameter groups may be added later, on all ranks before
             the same step.
-        settings: See `RaCoM`.
+        settings: See `RaCoM`; the attribute of that name has a `momentum` of None resolved.
         group: A process group of its own: no other collective may use it.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], settings: RaCoM, group: dist.ProcessGroup | None = None
     ) -> None:
+        world_size = dist.get_world_size(group)
+        if settings.momentum is None:
+            linear = all(isinstance(optimizer, SGD) for optimizer in optimizers)
+            settings = replace(settings, momentum=0.0 if linear else 1 - world_size**-0.5)
         self.settings = settings
         self.gradients = GradientExchange(group)
         self._optimizers = list(optimizers)
         self._group = group
-        self._alone = dist.get_world_size(group) == 1
+        self._alone = world_size == 1
         self._steps = 0
         self._windows: ProgressExchange | None = None
         self._listed = 0  # parameters in the optimizers' groups
@@ -116,7 +121,7 @@ class RaCoMExchange:
         All ranks must call it after the same step.
 
         Args:
-            force: Also where no step was taken since the last drain, for parameters that something else has moved.
+            force: Take the plain mean of the parameters as they are, for parameters that something else has moved.
         """
         if self._windows is not None:
             self._windows.drain(force)

@@ -22,7 +22,10 @@ class RaCoM:
             replicas disagree.
         max_staleness: How many optimizer steps a rank goes on before the progress of a closed window must have come
             back; then it waits.
-        momentum: Of the outer Nesterov step, 0 <= momentum < 1. The longer the period, the smaller it should be.
+        momentum: Of the outer Nesterov step, 0 <= momentum < 1. None: 1 - 1/sqrt(ranks), so that progress counts
+            sqrt(ranks) times: as much as mean gradients, less noisy than those of one rank, lengthen the steps of Adam
+            and other optimizers that divide by the size of gradients. 0 if all optimizers are `torch.optim.SGD`,
+            whose steps are linear in the gradients.
         outer_lr: Learning rate of the outer step; 1 takes the mean progress as it is.
         warmup: Optimizer steps in lock-step (mean gradients) before the first window. None: under a Trainer a quarter
             of an epoch, but not more than 500 steps or a tenth of the run; none elsewhere.
@@ -43,7 +46,7 @@ class RaCoM:
 
     period: int = 8
     max_staleness: int = 64
-    momentum: float = 0.5
+    momentum: float | None = None
     outer_lr: float = 1.0
     warmup: int | None = None
     adaptive: bool = True
@@ -56,7 +59,7 @@ class RaCoM:
     def __post_init__(self) -> None:
         _check("period", self.period, self.period >= 1, "1 or more optimizer steps")
         _check("max_staleness", self.max_staleness, self.max_staleness >= 0, "0 or more optimizer steps")
-        _check("momentum", self.momentum, 0 <= self.momentum < 1, "from 0 to below 1")
+        _check("momentum", self.momentum, self.momentum is None or 0 <= self.momentum < 1, "from 0 to below 1, or None")
         _check("outer_lr", self.outer_lr, self.outer_lr > 0, "above 0; 1 is the plain mean")
         _check("warmup", self.warmup, self.warmup is None or self.warmup >= 0, "0 or more optimizer steps, or None")
         _check("max_period", self.max_period, self.max_period >= 1, "1 or more optimizer steps")

@@ -62,6 +62,7 @@ class _Window:
         self.steps = 0
         self.closed_at = 0
         self.final = False
+        self.share = 0.0
         self.num_applied = 0
         self.discarded = False
         self.wanted = False
@@ -82,6 +83,8 @@ class ProgressExchange:
     * After `period` optimizer steps a window closes. Its progress is u_i, what the steps in it moved theta_i. An
       asynchronous all-reduce takes the mean u of all ranks.
     * When the mean is there: v = mu v + u, step = eta (u + mu v), theta_g += step, theta_i += step - u_i.
+    * A drain closes a window early. All that v would still give is mu v / (1 - mu); a whole window gives 1 - mu of it,
+      so one of r periods gives 1 - mu^r, and v keeps the rest. So it does not matter how often there are drains.
     * So theta_i - theta_g is, to rounding, the rank's own progress in windows that have not come back.
     * A window that closed `max_staleness` steps ago must have come back: then the rank waits for it.
 
@@ -94,7 +97,7 @@ class ProgressExchange:
 
     Args:
         parameters: Floating-point parameters on one device, the same on all ranks.
-        settings: `warmup` and `drain_each_epoch` are the caller's business.
+        settings: `warmup` and `drain_each_epoch` are the caller's business; so is a `momentum` of None.
         controller: Decides the periods, here fed with what was exchanged.
         statistics: Here counted on.
         group: A process group that nothing else uses while windows are in flight.
@@ -119,6 +122,8 @@ class ProgressExchange:
         self._controller = controller
         self._statistics = statistics
         self._settings = settings
+        assert settings.momentum is not None
+        self._momentum = settings.momentum
         self._group = group
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
         size = sum(parameter.numel() for parameter in parameters)
@@ -182,7 +187,7 @@ class ProgressExchange:
         if self._open_steps >= self._period:
             if len(self._in_flight) == self._limit:
                 self._apply_oldest()
-            self._close(final=False)
+            self._close()
         while self._in_flight:
             oldest = self._in_flight[0]
             fixed = self._settings.arrival == "fixed"
@@ -197,15 +202,19 @@ class ProgressExchange:
     def drain(self, force: bool = False) -> None:
         """Complete all windows and make the parameters of all ranks equal, bit by bit.
 
-        What is left of progress is shared by its plain mean, without momentum. All ranks must call it after the same
-        number of steps; without a step since the last time it does nothing, unless with `force`.
+        All ranks must call it after the same number of steps; without a step since the last time it does nothing,
+        unless with `force`: then the result is the plain mean of the parameters as they are, whatever moved them.
         """
         self._raise_failure()
-        if not self._since_drain and not force:
+        if force:
+            parameters = [parameter.clone() for parameter in self.parameters]
+            self.drain()
+            _copy(self.parameters, parameters)
+        elif not self._since_drain:
             return
         if len(self._in_flight) == self._limit:
             self._apply_oldest()
-        self._close(final=True)
+        self._close(final=True, share=self._open_steps / self._period)
         while self._in_flight:
             self._apply_oldest()
         # To the last bit; and where parameters are less precise than the anchor, it is they who count.
@@ -246,19 +255,21 @@ class ProgressExchange:
         dist.broadcast(self._anchor, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
 
     @torch.no_grad()
-    def _close(self, final: bool) -> None:
+    def _close(self, final: bool = False, share: float = 1.0) -> None:
         wire_dtype = self._anchor.dtype if final else self._settings.exchange_dtype
         window = self._take_window(wire_dtype)
         _copy(window.views, self.parameters)
         if self._timed_steps:
             self._step_seconds = self._compute_seconds / self._timed_steps
-        window.number, window.final = self._num_closed, final
+        window.number, window.final, window.share = self._num_closed, final, share
         window.steps, window.closed_at = self._open_steps, self._steps
         window.num_applied = self._num_applied
         window.step_seconds = self._step_seconds
-        self._costs.append(self._own_seconds)
+        if not final:  # a shorter window costs less
+            self._costs.append(self._own_seconds)
         self._own_seconds = 0.0
-        window.own_seconds = min(self._costs)  # the first touch of new buffers takes longer, and is not what follows
+        # The first touch of new buffers takes longer, and is not what follows.
+        window.own_seconds = min(self._costs, default=0.0)
         if self._stream is not None:
             window.snapshot = torch.cuda.current_stream(self._device).record_event()
         self._compute_seconds, self._timed_steps = 0.0, 0
@@ -423,7 +434,9 @@ class ProgressExchange:
         """The outer step, from the sum of all ranks' progress."""
         weight, squares, *slots = window.wire[-_TAIL:].double().tolist()
         finite_ranks = max(round(weight), 1)
-        momentum, lr = (0.0, 1.0) if window.final else (self._settings.momentum, self._settings.outer_lr)
+        momentum, lr = (self._momentum, self._settings.outer_lr) if window.share else (0.0, 1.0)
+        released = momentum * (1 - momentum**window.share) / (1 - momentum)
+        kept = momentum ** (window.share - 1) if momentum else 1.0
         norms = torch.zeros(2, dtype=torch.float64, device=self._device)
         for part in self._parts():
             anchor, own = self._anchor[part], window.own[part]
@@ -432,7 +445,9 @@ class ProgressExchange:
             norms[0] += step.dot(step)
             if momentum:
                 velocity = self._velocity[part].mul_(momentum).add_(step)
-                step.add_(velocity, alpha=momentum)
+                step.add_(velocity, alpha=released)
+                if kept != 1:
+                    velocity.mul_(kept)
             if lr != 1:
                 step.mul_(lr)
             anchor.add_(step)
