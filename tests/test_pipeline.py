@@ -146,19 +146,24 @@ def test_clocks_count_the_items_and_the_waiting():
 SCRIPT = """
 import signal, sys, threading
 from lightning_mqgnn import Pipeline, Stage
-forever = threading.Event()
+forever, had_two = threading.Event(), threading.Event()
+def main_thread_waits():
+    return sys._current_frames()[threading.main_thread().ident].f_code.co_filename.endswith("queues.py")
 def interrupt(*_):
     forever.set()  # the item in hand is finished, then the thread ends
     raise KeyboardInterrupt
 signal.signal(signal.SIGINT, interrupt)
 def work(x):
     if x == 2:
+        while {stuck} and not (had_two.is_set() and main_thread_waits()):
+            pass
         print("stuck", flush=True)
         forever.wait(None if {stuck} else 0)
     return x
 pipeline = Pipeline(range(100), [Stage("a", work, 2), Stage("b", work, 1)])
 try:
     next(pipeline), next(pipeline)
+    had_two.set()
     if {stuck}:
         next(pipeline)
 except KeyboardInterrupt:
