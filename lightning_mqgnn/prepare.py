@@ -68,7 +68,7 @@ class Prepare:
         if store.edge_id is None:
             e_id.numpy()[:] = subgraph.position
         else:
-            kernels.gather_ids(store.edge_id.numpy(), subgraph.position, e_id.numpy())
+            kernels.gather_entries(store.edge_id.numpy(), subgraph.position, e_id.numpy())
 
         batch = Data(edge_index=self._edge_index(subgraph)) if self._edge_format == "coo" else Data()
         for name, tensor in store.node_attrs.items():
@@ -111,7 +111,9 @@ class Prepare:
 
     def _gather(self, name: str, source: Tensor, words: np.ndarray, index: np.ndarray) -> Tensor:
         out = self._pool.lend(name, (len(index), *source.shape[1:]), source.dtype)
-        if words.size:
+        if words.shape[1] == 1:
+            kernels.gather_entries(words[:, 0], index, _words(out)[:, 0])
+        elif words.size:
             kernels.gather_rows(words, index, _words(out))
         return out
 

@@ -4,6 +4,8 @@ Each is bound by cache misses, not by arithmetic: a random entry of a large arra
 for at the moment of use and a few ns when it was prefetched a dozen entries earlier. So the loops work in passes and
 prefetch what the next pass, or a later turn of the same pass, reads.
 
+Indices that come from arrays are made unsigned: numba would look at each signed one whether it counts from the end.
+
 Compiled code is kept on disk beside this file (numba's cache), once per machine and combination of dtypes.
 """
 
@@ -18,7 +20,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 _BLOCK = 64  # frontier nodes handled per pass: their edges stay in the L1 cache between the passes
-_AHEAD = 16  # entries between a prefetch and its use
+_AHEAD = 16  # rows between a prefetch and its use
+_ENTRIES_AHEAD = 32  # the same for single entries
 _CACHE_LINE = 64  # bytes
 
 
@@ -164,8 +167,8 @@ def sample_neighbors(
             for i in range(block, block_end):
                 if i + _AHEAD < end:
                     _prefetch(colptr, node[i + _AHEAD])
-                start = np.int64(colptr[node[i]])
-                degree = np.int64(colptr[node[i] + 1]) - start
+                start = np.int64(colptr[np.uint64(node[i])])
+                degree = np.int64(colptr[np.uint64(node[i]) + np.uint64(1)]) - start
                 out_colptr[i] = num_edges
                 take_all = fanout < 0 or (degree <= fanout and not replace)
                 count = degree if take_all else (fanout if degree > 0 else 0)
@@ -180,17 +183,18 @@ def sample_neighbors(
                 for j in range(num_edges, num_edges + count):
                     _prefetch(row, out_position[j])
                 num_edges += count
-            for j in range(first, num_edges):
-                source = row[out_position[j]]
-                neighbor[j - first] = source
+            first_edge = np.uint64(first)
+            for j in range(first_edge, np.uint64(num_edges)):
+                source = row[np.uint64(out_position[j])]
+                neighbor[j - first_edge] = source
                 _prefetch(table, source)
-            for j in range(first, num_edges):
-                source = neighbor[j - first]
-                entry = table[source]
+            for j in range(first_edge, np.uint64(num_edges)):
+                source = neighbor[j - first_edge]
+                entry = table[np.uint64(source)]
                 known = entry >> np.int64(32) == tag
                 local = entry & mask if known else np.int64(num_nodes)
-                table[source] = stamp | local
-                node[num_nodes] = source  # overwritten by the next new node if this one is known
+                table[np.uint64(source)] = stamp | local
+                node[np.uint64(num_nodes)] = source  # overwritten by the next new node if this one is known
                 num_nodes += 0 if known else 1
                 out_row[j] = local
         begin = end
@@ -206,7 +210,6 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
 
     Cost: one random row of `source` and one streamed row of `out` per index.
     """
-    # Unsigned, since numba would look at each signed index whether it counts from the end: twice the time per row.
     width = np.uint64(source.shape[1])
     step = np.uint64(max(1, _CACHE_LINE // source.itemsize))
     from_flat = source.reshape(-1)
@@ -224,13 +227,13 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
 
 
 @_kernel
-def gather_ids(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
-    """`out[i] = source[index[i]]` for ids, widened to the dtype of `out`."""
-    num_ids = len(index)
-    for i in range(num_ids):
-        if i + _AHEAD < num_ids:
-            _prefetch(source, index[i + _AHEAD])
-        out[i] = source[index[i]]
+def gather_entries(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """`out[i] = source[index[i]]` for one-dimensional arrays, widened to the dtype of `out`."""
+    num_entries = np.uint64(len(index))
+    for i in range(num_entries):
+        if i + np.uint64(_ENTRIES_AHEAD) < num_entries:
+            _prefetch(source, np.uint64(index[i + np.uint64(_ENTRIES_AHEAD)]))
+        out[i] = source[np.uint64(index[i])]
 
 
 @_kernel
