@@ -28,7 +28,7 @@ from torch_geometric.loader import NeighborLoader
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
-from lightning_mqgnn.graph.huge_pages import use_huge_pages
+from lightning_mqgnn.graph.memory import use_huge_pages
 from lightning_mqgnn.sampling import kernels
 
 _WARM_UP = 4  # batches before the clock starts

@@ -15,6 +15,7 @@ from torch_geometric.data.data import BaseData
 from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.graph.memory import give_back_free_memory
 from lightning_mqgnn.loader import MQGNNLoader
 from lightning_mqgnn.pipeline import Stage
 from lightning_mqgnn.plan import EpochPlan
@@ -282,6 +283,8 @@ class MQGNNDataModule(LightningDataModule):
         if not path.exists():
             graph = data if isinstance(data, Data) else data()
             GraphStore.from_data(graph, check_finite=self._check_finite).save(path)
+            del graph
+            give_back_free_memory()
         self._to_save = None
         self._use(GraphStore.open(path))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from lightning_mqgnn.graph.files import describe, id_dtype, new_folder, read_folder, write_array
-from lightning_mqgnn.graph.huge_pages import use_huge_pages
+from lightning_mqgnn.graph.memory import use_huge_pages
 
 _TOPOLOGY = ("colptr", "row", "edge_id")
 

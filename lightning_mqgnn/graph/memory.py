@@ -1,4 +1,4 @@
-"""Huge pages for large arrays that are read at random places."""
+"""What is asked of the system's memory: huge pages for large arrays, and to take back what is free."""
 
 import ctypes
 import logging
@@ -27,3 +27,10 @@ def use_huge_pages(tensor: Tensor) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE):
         _log.debug("no huge pages for %d bytes: errno %d", end - begin, ctypes.get_errno())
+
+
+def give_back_free_memory() -> None:
+    """Return what was freed to the system; glibc keeps freed arrays of up to 32 MiB for later ones."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
