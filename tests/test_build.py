@@ -71,8 +71,11 @@ def test_windows_of_any_size_give_the_same_graph(tmp_path_factory, graph, memory
 
 
 def test_edges_that_come_sorted_need_no_edge_ids(tmp_path):
-    np.save(tmp_path / "edges.npy", np.array([[2, 1, 0], [0, 0, 2]]))
-    assert build_store(tmp_path / "graph", [tmp_path / "edges.npy"], num_nodes=3).edge_id is None
+    np.save(tmp_path / "a.npy", np.array([[2, 1], [0, 0]]))
+    np.save(tmp_path / "b.npy", np.array([[1, 0], [0, 2]]))
+    store = build_store(tmp_path / "graph", [tmp_path / "a.npy", tmp_path / "b.npy"], num_nodes=3)
+    assert store.edge_id is None
+    assert (store.colptr.tolist(), store.row.tolist()) == ([0, 3, 3, 4], [2, 1, 1, 0])
 
 
 @pytest.mark.parametrize(

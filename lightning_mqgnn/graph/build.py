@@ -76,8 +76,13 @@ def build_store(
         position_dtype = _numpy_dtype(id_dtype(num_edges))
         column("colptr", position_dtype, (num_nodes + 1,)).write(colptr)
         row = column("row", _numpy_dtype(id_dtype(num_nodes)), (num_edges,))
-        edge_id = None if in_order else column("edge_id", position_dtype, (num_edges,))
-        _place(pieces, colptr, row, edge_id, memory_bytes, progress)
+        if in_order:
+            with _edge_bar("copying edges", num_edges, progress) as bar:
+                for _, source, _ in _chunks(pieces, bar):
+                    row.write(source)
+        else:
+            edge_id = column("edge_id", position_dtype, (num_edges,))
+            _place(pieces, colptr, row, edge_id, memory_bytes, progress)
         for group, attributes in (("node", nodes), ("edge", per_edge)):
             for name, array in attributes.items():
                 dtype = np.dtype((dtypes or {}).get(name, array.dtype))
@@ -146,6 +151,10 @@ def _read_text(file: Path, copy: Path, scratch: ExitStack) -> np.ndarray:
     return edges
 
 
+def _edge_bar(what: str, num_edges: int, progress: bool) -> "tqdm[Any]":
+    return tqdm(total=num_edges, desc=what, disable=not progress, unit="edge", unit_scale=True)
+
+
 def _chunks(pieces: Sequence[np.ndarray], bar: "tqdm[Any]") -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """The number of the first edge, sources and destinations of each chunk."""
     first = 0
@@ -161,7 +170,7 @@ def _count(pieces: Sequence[np.ndarray], num_nodes: int, num_edges: int, progres
     """Return `colptr` (int64), and whether the edges are in the order of their destinations already."""
     colptr = np.zeros(num_nodes + 1, np.int64)
     in_order, last = True, -1
-    with tqdm(total=num_edges, desc="counting edges", disable=not progress, unit="edge", unit_scale=True) as bar:
+    with _edge_bar("counting edges", num_edges, progress) as bar:
         for first, source, destination in _chunks(pieces, bar):
             bad = count_edges(source, destination, colptr[1:])
             if bad >= 0:
@@ -179,32 +188,29 @@ def _place(
     pieces: Sequence[np.ndarray],
     colptr: np.ndarray,
     row: _Column,
-    edge_id: _Column | None,
+    edge_id: _Column,
     memory_bytes: int,
     progress: bool,
 ) -> None:
     """Write the sources and numbers of the edges in the order of their destinations, window by window."""
     num_nodes, num_edges = len(colptr) - 1, int(colptr[-1])
-    position_dtype = row.dtype if edge_id is None else edge_id.dtype
-    room = max(memory_bytes // (row.dtype.itemsize + position_dtype.itemsize), 1)
+    room = max(memory_bytes // (row.dtype.itemsize + edge_id.dtype.itemsize), 1)
     windows = []
     begin = 0
     while begin < num_nodes:
         end = max(int(np.searchsorted(colptr, colptr[begin] + room, side="right")) - 1, begin + 1)
         windows.append((begin, end))
         begin = end
-    total = num_edges * len(windows)
-    with tqdm(total=total, desc="placing edges", disable=not progress, unit="edge", unit_scale=True) as bar:
+    with _edge_bar("placing edges", num_edges * len(windows), progress) as bar:
         for begin, end in windows:
             base = int(colptr[begin])
             sources = np.empty(int(colptr[end]) - base, row.dtype)
-            numbers = np.empty(len(sources), position_dtype)
+            numbers = np.empty(len(sources), edge_id.dtype)
             cursor = colptr[begin:end] - base
             for first, source, destination in _chunks(pieces, bar):
                 place_edges(source, destination, first, begin, cursor, sources, numbers)
             row.write(sources)
-            if edge_id is not None:
-                edge_id.write(numbers)
+            edge_id.write(numbers)
 
 
 def _count_edges(source: np.ndarray, destination: np.ndarray, in_degree: np.ndarray) -> int:
