@@ -155,27 +155,33 @@ def epochs_to(accuracies: list[float], goal: float) -> float:
 
 
 def summarize(path: Path) -> None:
-    """Print a table from the results."""
-    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    """Print a table from the results: each setting beside lock-step."""
+    runs: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        runs[record["graph"], record["model"], record["ranks"], record["setting"]].append(record)
-    print("| graph | model | ranks | setting | test accuracy | epochs to 95 % | period | staleness | delta | MB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for (graph, model, ranks, setting), records in runs.items():
-        finals = [record["accuracies"][-1] for record in records]
-        reference = runs.get((graph, model, ranks, LOCK_STEP), records)
+        runs[record["ranks"], record["graph"], record["model"]][record["setting"]].append(record)
+    print(
+        "| graph | model | ranks | seeds | setting | accuracy, lock-step | accuracy | epochs, lock-step | epochs "
+        "| period | staleness | delta | MB, lock-step | MB |"
+    )
+    print("|" + " --- |" * 14)
+    for (ranks, graph, model), settings in runs.items():
+        reference = settings.pop(LOCK_STEP)
         goal = 0.95 * mean(record["accuracies"][-1] for record in reference)
-        speed = mean(epochs_to(record["accuracies"], goal) for record in records)
-        spread = stdev(finals) if len(finals) > 1 else 0.0
-        lock_step = setting == LOCK_STEP
-        print(
-            f"| {graph} | {model} | {ranks} | {setting} | {mean(finals):.4f} ± {spread:.4f} | {speed:.2f} "
-            f"| {1 if lock_step else round(mean(r['period'] for r in records), 1)} "
-            f"| {mean(r['mean_staleness'] for r in records):.1f} "
-            f"| {'' if lock_step else format(mean(r['delta'] for r in records), '.3f')} "
-            f"| {mean(r['megabytes'] for r in records):.1f} |"
-        )
+        for setting, records in settings.items():
+            cells = [
+                *(_spread([r["accuracies"][-1] for r in of]) for of in (reference, records)),
+                *(f"{mean(epochs_to(r['accuracies'], goal) for r in of):.1f}" for of in (reference, records)),
+                f"{mean(r['period'] for r in records):.3g}" if any(r["period"] for r in records) else "drains",
+                f"{mean(r['mean_staleness'] for r in records):.1f}",
+                f"{mean(r['delta'] for r in records):.3f}" if any(r["period"] for r in records) else "",
+                *(f"{mean(r['megabytes'] for r in of):.1f}" for of in (reference, records)),
+            ]
+            print(f"| {graph} | {model} | {ranks} | {len(records)} | {setting} | " + " | ".join(cells) + " |")
+
+
+def _spread(values: list[float]) -> str:
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
