@@ -187,7 +187,7 @@ class ProgressExchange:
         if self._open_steps >= self._period:
             if len(self._in_flight) == self._limit:
                 self._apply_oldest()
-            self._close()
+            self._close(final=False)
         while self._in_flight:
             oldest = self._in_flight[0]
             fixed = self._settings.arrival == "fixed"
@@ -214,7 +214,7 @@ class ProgressExchange:
             return
         if len(self._in_flight) == self._limit:
             self._apply_oldest()
-        self._close(final=True, share=self._open_steps / self._period)
+        self._close(final=True)
         while self._in_flight:
             self._apply_oldest()
         # To the last bit; and where parameters are less precise than the anchor, it is they who count.
@@ -255,13 +255,14 @@ class ProgressExchange:
         dist.broadcast(self._anchor, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
 
     @torch.no_grad()
-    def _close(self, final: bool = False, share: float = 1.0) -> None:
+    def _close(self, final: bool) -> None:
         wire_dtype = self._anchor.dtype if final else self._settings.exchange_dtype
         window = self._take_window(wire_dtype)
         _copy(window.views, self.parameters)
         if self._timed_steps:
             self._step_seconds = self._compute_seconds / self._timed_steps
-        window.number, window.final, window.share = self._num_closed, final, share
+        window.number, window.final = self._num_closed, final
+        window.share = self._open_steps / self._period
         window.steps, window.closed_at = self._open_steps, self._steps
         window.num_applied = self._num_applied
         window.step_seconds = self._step_seconds
