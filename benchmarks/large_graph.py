@@ -3,7 +3,7 @@
 python benchmarks/large_graph.py FOLDER                  # up to 10M nodes, 100M edges, 128 half-precision features
 python benchmarks/large_graph.py FOLDER --edges 100000 1000000 --plot cost.png
 
-Needs some 10 GB of disk for the largest size. Memory is what the process alone holds (private, dirty), polled.
+Needs some 10 GB of disk for the largest size. Memory is what the process alone holds (anonymous), polled.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def private_bytes(pid: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
 
 
 def watched(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, int]:

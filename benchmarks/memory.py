@@ -10,6 +10,7 @@ the page cache, of which there is one.
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
+from large_graph import private_bytes
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
@@ -44,12 +46,6 @@ class OneLayer(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def private_bytes() -> int:
-    """What this process alone holds."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
-
-
 def train(num_nodes: int, ranks: int, folder: Path) -> None:
     """Train for an epoch of 50 steps and write down the private memory of this rank."""
     torch.set_num_threads(1)
@@ -66,7 +62,7 @@ def train(num_nodes: int, ranks: int, folder: Path) -> None:
     )  # fmt: skip
     trainer.fit(module, datamodule)
     gc.collect()
-    (folder / f"private.{trainer.global_rank}").write_text(str(private_bytes()))
+    (folder / f"private.{trainer.global_rank}").write_text(str(private_bytes(os.getpid())))
 
 
 def measure(num_nodes: int, ranks: int) -> list[int]:
