@@ -7,7 +7,7 @@ GRAPH is `synthetic` or the path of an .npz file, see examples/graphs.py. Ranks 
 thread each. After each epoch all windows are completed, and the common model is tested on the whole graph with all
 neighbours; there is no early stopping and no choice of an epoch. Features wider than `--features` are projected to
 that width by a fixed random matrix, for the sake of time, alike for all settings. `--setting` adds a setting: NAME=JSON
-with the fields of `RaCoM`, or with "warmup_epochs".
+with the fields of `RaCoM`, with "warmup_epochs", or with arguments of the datamodule such as "resample_every".
 """
 
 import argparse
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from graphs import load_graph
 from node_classification import NodeClassifier, normalize_for_gcn
 
+LOADING = ("resample_every", "feature_cache", "cache_bias", "redraw_every")  # arguments of the datamodule
 LOCK_STEP = "lock-step"
 SETTINGS: dict[str, dict[str, Any]] = {
     LOCK_STEP: {"period": 1, "max_staleness": 0},
@@ -72,10 +73,13 @@ def train(
         weight_decay=arguments.weight_decay,
     )
     optimizer = module.configure_optimizers()
-    datamodule = MQGNNDataModule(store, num_neighbors=arguments.fan_out, batch_size=arguments.batch_size, seed=seed)
+    fields = {**setting}
+    loading = {name: fields.pop(name) for name in LOADING if name in fields}
+    datamodule = MQGNNDataModule(
+        store, num_neighbors=arguments.fan_out, batch_size=arguments.batch_size, seed=seed, **loading
+    )
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    fields = {**setting}
     if "warmup_epochs" in fields:
         fields["warmup"] = round(fields.pop("warmup_epochs") * len(loader))
     if "exchange_dtype" in fields:

@@ -179,6 +179,7 @@ def train(settings: dict[str, Any]) -> None:
     if exchange is not None:
         result["period"], result["delta"] = exchange.statistics.period, exchange.statistics.delta
     print(json.dumps(result))
+    torch.distributed.destroy_process_group()  # else a process in some dozens aborts at its exit, under `ddp`
 
 
 def parse_option(text: str) -> tuple[str, Any]:

@@ -5,6 +5,7 @@ in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
 """
 
 from lightning_mqgnn.adjacency import trim_adj
+from lightning_mqgnn.cache import FeatureCache, SubgraphCache
 from lightning_mqgnn.datamodule import MQGNNDataModule
 from lightning_mqgnn.graph import GraphStore, build_store
 from lightning_mqgnn.pipeline import Pipeline, Stage
@@ -17,6 +18,7 @@ from lightning_mqgnn.synthetic import synthetic_graph
 
 __all__ = [
     "EpochPlan",
+    "FeatureCache",
     "GradientExchange",
     "GraphStore",
     "MQGNNDataModule",
@@ -28,6 +30,7 @@ __all__ = [
     "SampledSubgraph",
     "Stage",
     "StageQueue",
+    "SubgraphCache",
     "build_store",
     "synthetic_graph",
     "trim_adj",

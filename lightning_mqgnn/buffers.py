@@ -54,3 +54,14 @@ class BufferPool:
             return np.empty(nbytes, np.uint8)  # NumPy asks for huge pages
         array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return array
+
+
+def as_words(tensor: Tensor) -> np.ndarray:
+    """The rows of a contiguous tensor as a matrix of the widest unsigned words that divide them."""
+    row_bytes = tensor.shape[1:].numel() * tensor.itemsize
+    word = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+    rows = tensor.reshape(len(tensor), tensor.shape[1:].numel())
+    if tensor.dtype in (torch.bool, torch.bfloat16):
+        rows = rows.view(torch.uint8)
+    words: np.ndarray = rows.numpy().view(f"u{word}")
+    return words

@@ -1,5 +1,6 @@
 """MQGNNDataModule: a graph in, loaders of sampled batches out."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,19 @@ from torch_geometric.data.data import BaseData
 
 from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
 from lightning_mqgnn.buffers import BufferPool
+from lightning_mqgnn.cache import FeatureCache, SubgraphCache
+from lightning_mqgnn.cache.features import CacheReport, warm_up
+from lightning_mqgnn.cache.settings import CacheSettings
+from lightning_mqgnn.cache.subgraphs import SubgraphCounts
+from lightning_mqgnn.fetch import Fetch
 from lightning_mqgnn.graph import GraphStore
 from lightning_mqgnn.graph.memory import give_back_free_memory
 from lightning_mqgnn.loader import MQGNNLoader
 from lightning_mqgnn.pipeline import Stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.prepare import Prepare
-from lightning_mqgnn.sampling import NeighborSampler
+from lightning_mqgnn.sample import Sample, Task, tasks_of
+from lightning_mqgnn.sampling import CacheBias, NeighborSampler
 from lightning_mqgnn.sampling.neighbor import check_num_neighbors
 from lightning_mqgnn.transfer import CUDATransfer, device_of, hand_over
 
@@ -80,7 +87,23 @@ class MQGNNDataModule(LightningDataModule):
             test and prediction.
         sampling_threads: Threads that sample; with 0 the next stage's thread does.
         prepare_threads: Threads that gather features and make batches; with 0 the training thread does.
-        queue_size: Finished items that may wait behind each stage.
+        queue_size: Finished items that may wait behind each stage; behind the sample stage as many as it samples at a
+            time, if that is more.
+        resample_every: Epochs of training that have the same batches, with the same sampled neighbourhoods, each in an
+            order of its own: sampling is done in one of them, as far as `subgraph_cache` holds its result.
+        subgraph_cache: Memory on each machine for sampled subgraphs: those that wait for their batch to be prepared,
+            and those that come again, in the epochs of `resample_every` and in each evaluation. Bytes, a size such as
+            "512MiB", or, as a float, a fraction of the graph's bytes. What exceeds it is sampled when it is needed.
+        spill_path: Folder for temporary files that take what exceeds `subgraph_cache`; removed at the end.
+        feature_cache: Memory on each machine, or on each CUDA device, for rows of `x` that training keeps near, given
+            as `subgraph_cache` is; for features on a disk, or in host memory with a CUDA device.
+        feature_policy: Which rows: `"optimal"`, those that are read again soonest, as far as batches are sampled ahead;
+            `"frequency"`, those read most often in the epoch before; `"degree"`, those of the nodes with most outgoing
+            edges; `"lru"`, those read last; or `"none"`. See `FeatureCache`.
+        cache_bias: How much likelier training draws a neighbour whose row is cached than another one; 1 for no
+            preference. Needs `feature_policy="degree"`. Batches get `edge_weight`, with which a mean over neighbours
+            keeps its expectation: give it to your convolutions. See `CacheBias`.
+        redraw_every: Epochs between two draws of the nodes that `cache_bias` prefers.
         seed: Seed of shuffling and sampling.
         check_finite: Refuse NaN and infinity in the graph's attributes.
         store_path: Save the graph to this folder, unless it is there already, and map it from there: the ranks of a
@@ -110,6 +133,13 @@ class MQGNNDataModule(LightningDataModule):
         sampling_threads: int = 1,
         prepare_threads: int = 1,
         queue_size: int = 2,
+        resample_every: int = 1,
+        subgraph_cache: int | float | str = 0.1,
+        spill_path: str | Path | None = None,
+        feature_cache: int | float | str = 0,
+        feature_policy: str = "optimal",
+        cache_bias: float = 1.0,
+        redraw_every: int = 1,
         seed: int = 0,
         check_finite: bool = False,
         store_path: str | Path | None = None,
@@ -138,6 +168,14 @@ class MQGNNDataModule(LightningDataModule):
         _check_int("prepare_threads", prepare_threads, least=0)
         _check_int("queue_size", queue_size, least=1)
         _check_int("seed", seed, least=0)
+        self._caching = CacheSettings(
+            resample_every, subgraph_cache, spill_path, feature_cache, feature_policy, cache_bias, redraw_every
+        )
+        if not sampling_threads and self._caching.plans_super_batches:
+            raise ValueError(
+                "feature_policy='optimal' with sampling_threads=0: what is read again is known from batches that are "
+                "sampled ahead, so give 1 thread or more, or another policy"
+            )
         if transform is not None and not callable(transform):
             raise TypeError(f"transform={transform!r} can't be called: give a function that takes and returns a batch")
         self._drop_last = bool(drop_last)
@@ -162,6 +200,8 @@ class MQGNNDataModule(LightningDataModule):
         else:
             self._use(GraphStore.from_data(data, check_finite=check_finite))
         self._loaders: dict[str, tuple[object, MQGNNLoader]] = {}
+        self._subgraphs: tuple[int, SubgraphCache] | None = None  # ranks that share the budget, and this one's cache
+        self._features: FeatureCache | None = None
         self._resume_at: dict[str, int] | None = None
 
     @property
@@ -240,6 +280,10 @@ class MQGNNDataModule(LightningDataModule):
         """End all threads."""
         for _, loader in self._loaders.values():
             loader.close()
+        if self._subgraphs is not None:
+            self._subgraphs[1].close()
+        if self._features is not None:
+            self._features.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """End all threads."""
@@ -272,8 +316,21 @@ class MQGNNDataModule(LightningDataModule):
                 report[split] = {"wait": wait, "batches": items, **{name: clock.busy for name, clock in clocks.items()}}
         return report
 
+    def feature_report(self) -> CacheReport | None:
+        """What training asked of this rank's feature cache, and how much was there; None without one."""
+        return None if self._features is None else self._features.report()
+
+    def subgraph_counts(self) -> SubgraphCounts | None:
+        """What was found in this rank's cache of sampled subgraphs, and what it holds; None before it is used."""
+        return None if self._subgraphs is None else self._subgraphs[1].counts()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaders": {}}  # made anew where it is unpickled
+        return {
+            **self.__dict__,
+            "_loaders": {},
+            "_subgraphs": None,
+            "_features": None,
+        }  # made anew where it is unpickled
 
     def _save(self) -> None:
         """Save the graph unless it is there, forget where it came from, and map it."""
@@ -323,24 +380,58 @@ class MQGNNDataModule(LightningDataModule):
             stream=split,
             shuffle=training,
             drop_last=training and self._drop_last,
+            resample_every=self._caching.resample_every if training else 1,
         )
-        to_cuda = device.type == "cuda"
-        pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=to_cuda)
+        ranks_here = self._ranks_here(world_size)
+        budget = self._caching.subgraph_budget(self.store.nbytes, ranks_here)
+        features = self._feature_cache(ranks_here, device) if training else None
+        bias = None
+        if training and self._caching.is_biased:
+            num_cached = 0 if features is None else features.num_rows
+            bias = CacheBias(self.store, num_cached, self._caching.cache_bias, self._seed, self._caching.redraw_every)
+        sampler = NeighborSampler(self.store, arguments["num_neighbors"], arguments["replace"], bias)
+        recurs = plan.resample_every > 1 or not training
+        sample = Sample(
+            plan, seeds, input_id, sampler, self._subgraph_cache(ranks_here, budget.kept) if recurs else None
+        )
+        group = self._caching.group(
+            budget.training_ahead if training else budget.evaluation_ahead,
+            self._sampling_threads,
+            sample.draw(tasks_of(plan, rank, 0)[0]).nbytes,
+            plan.num_batches,
+        )
+        room = max(self._queue_size, group)
+        pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=device.type == "cuda")
         prepare = Prepare(self.store, pool, self._transform, arguments["edge_format"])
-        stages = [Stage("prepare", prepare, self._prepare_threads, self._queue_size)]
-        if to_cuda:
-            stages.append(Stage("transfer", CUDATransfer(device), threads=1, queue_size=self._queue_size))
+        transfer = [Stage("transfer", CUDATransfer(device), 1, self._queue_size)] if device.type == "cuda" else []
+        if features is None:
+            stages = [
+                Stage("sample", sample, self._sampling_threads, room, group),
+                Stage("prepare", prepare, self._prepare_threads, self._queue_size),
+                *transfer,
+            ]
+        else:
+            fetch = Fetch(sample, features, pool, self.store, bias)
+            plans = fetch.plan if self._caching.feature_policy == "optimal" else None
+            stages = [
+                Stage("sample", fetch.announce, self._sampling_threads, room, group, plans),
+                Stage("fetch", fetch, min(self._prepare_threads, 1), self._queue_size),
+                Stage("prepare", lambda fetched: prepare(*fetched), self._prepare_threads, self._queue_size),
+                *transfer,
+            ]
+
+        def rebuild(task: Task) -> Data:
+            batch = prepare(sample.draw(task))
+            return transfer[0].work(batch) if transfer else batch
+
         loader = MQGNNLoader(
-            seeds,
-            input_id,
             plan,
             rank,
-            NeighborSampler(self.store, arguments["num_neighbors"], arguments["replace"]),
             stages,
-            self._sampling_threads,
-            self._queue_size,
+            rebuild,
             self._training_epoch if training else _always_epoch_0,
             self._training_epoch_after if training else _no_epoch,
+            lambda: self.store.version,
         )
         self._loaders[split] = place, loader
         return loader
@@ -352,6 +443,34 @@ class MQGNNDataModule(LightningDataModule):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu")
         return 0, 1, torch.device("cpu")
+
+    def _ranks_here(self, world_size: int) -> int:
+        """Ranks on this machine, as far as that is known."""
+        return (
+            self.trainer.num_devices
+            if self.trainer is not None
+            else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        )
+
+    def _subgraph_cache(self, ranks_here: int, budget: int) -> SubgraphCache:
+        """The cache that all splits share."""
+        if self._subgraphs is None or self._subgraphs[0] != ranks_here:
+            self._subgraphs = ranks_here, SubgraphCache(self.store, budget, self._caching.spill_path)
+        return self._subgraphs[1]
+
+    def _feature_cache(self, ranks_here: int, device: torch.device) -> FeatureCache | None:
+        """The cache of training's rows; None if there is no room for any."""
+        share = 1 if device.type == "cuda" else ranks_here  # a device is one rank's
+        budget = self._caching.feature_bytes(self.store.nbytes, share)
+        if not budget or self._caching.feature_policy == "none":
+            return None
+        if "x" not in self.store.node_attrs:
+            raise ValueError(f"feature_cache={self._caching.feature_cache!r}: the graph has no x whose rows to keep")
+        num_rows = FeatureCache.rows_for(self.store, budget, self._caching.feature_policy)
+        if self._features is not None:
+            self._features.close()
+        self._features = FeatureCache(self.store, num_rows, self._caching.feature_policy, device=device)
+        return self._features
 
     def _training_epoch(self) -> int | None:
         """The Trainer's epoch; None by hand."""
@@ -370,6 +489,11 @@ class MQGNNDataModule(LightningDataModule):
     def _warm_up(self) -> None:
         NeighborSampler(self.store, self._train_arguments["num_neighbors"]).warm_up(say=rank_zero_info)
         Prepare(self.store, BufferPool()).warm_up()
+        if self._caching.is_biased:
+            bias = CacheBias(self.store, 0, self._caching.cache_bias)
+            NeighborSampler(self.store, self._train_arguments["num_neighbors"], bias=bias).warm_up(say=rank_zero_info)
+        if self._caching.feature_bytes(self.store.nbytes, 1) and "x" in self.store.node_attrs:
+            warm_up(self.store, self._caching.feature_policy)
 
 
 class _ResumesWithOtherRanks(Callback):

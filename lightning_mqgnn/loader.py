@@ -10,9 +10,7 @@ from torch_geometric.data import Data
 
 from lightning_mqgnn.pipeline import Pipeline, Stage, StageClock
 from lightning_mqgnn.plan import EpochPlan
-from lightning_mqgnn.sampling import NeighborSampler
-
-_Task = tuple[int, int, np.ndarray]  # epoch, batch of this rank, positions of its seeds
+from lightning_mqgnn.sample import Task, tasks_of
 
 
 class _Begun(NamedTuple):
@@ -33,39 +31,32 @@ class MQGNNLoader:
     its first batches are made while the last ones of this epoch are used.
 
     Args:
-        seeds: (seeds,) node ids of all ranks.
-        input_id: (seeds,) what batches call them.
-        plan: Which of them come when.
+        plan: Which seeds come when.
         rank: This process.
-        sampler: The sample stage.
-        stages: The stages after sampling, see `lightning_mqgnn.pipeline`.
-        sampling_threads: Threads of the sample stage.
-        queue_size: Sampled subgraphs that may wait for the next stage.
+        stages: What makes a batch of a `Task`, see `lightning_mqgnn.pipeline`.
+        rebuild: Does the same for one task, in this thread, and leaves caches alone.
         current_epoch: Asked for the epoch at the start of each pass; None counts the passes.
         epoch_after: Asked for the epoch that will follow the given one; None if that is not known.
+        graph_version: Asked for the version of the graph: what was made ahead of another one is dropped.
     """
 
     def __init__(
         self,
-        seeds: np.ndarray,
-        input_id: np.ndarray,
         plan: EpochPlan,
         rank: int,
-        sampler: NeighborSampler,
         stages: list[Stage],
-        sampling_threads: int,
-        queue_size: int,
+        rebuild: Callable[[Task], Data],
         current_epoch: Callable[[], int | None],
         epoch_after: Callable[[int], int | None],
+        graph_version: Callable[[], int],
     ) -> None:
         self.plan = plan
-        self._seeds = seeds
-        self._input_id = input_id
         self._rank = rank
-        self._sampler = sampler
-        self._stages = [Stage("sample", self._sample, sampling_threads, queue_size), *stages]
+        self._stages = stages
+        self._rebuild = rebuild
         self._current_epoch = current_epoch
         self._epoch_after = epoch_after
+        self._graph_version = graph_version
         self._next_epoch = 0
         self._epoch = 0
         self._first_batch = 0
@@ -89,7 +80,8 @@ class MQGNNLoader:
             self.close()
             before = self._begun.before
             rest = self.plan.rest(epoch, self._rank, before) if before else None
-            course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after, rest)
+            version = self._graph_version()
+            course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after, version, rest)
             self._active = course, Pipeline(course, self._stages)
         assert self._active is not None
         _, pipeline = self._active
@@ -115,10 +107,7 @@ class MQGNNLoader:
         if not 0 <= global_batch < len(self) * self.plan.world_size:
             raise IndexError(f"batch={global_batch}: an epoch has batches 0 to {len(self) * self.plan.world_size - 1}")
         batch, rank = divmod(global_batch, self.plan.world_size)
-        result = self._sample((epoch, batch, self.plan.batches(epoch, rank)[batch]), rank)
-        for stage in self._stages[1:]:
-            result = stage.work(result)
-        return result
+        return self._rebuild(tasks_of(self.plan, rank, epoch)[batch])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands: its epoch, how many batches were taken from it, and of how many ranks."""
@@ -176,12 +165,9 @@ class MQGNNLoader:
         if self._active is None or first_batch or self._num_taken < len(self):
             return False
         course, pipeline = self._active
-        return not pipeline.closed and course.place(pipeline.num_yielded) == (epoch, 0)
-
-    def _sample(self, task: _Task, rank: int | None = None) -> Any:
-        epoch, batch, chosen = task
-        global_batch = batch * self.plan.world_size + (self._rank if rank is None else rank)
-        return self._sampler.sample(self._seeds[chosen], self.plan.key(epoch, global_batch), self._input_id[chosen])
+        if pipeline.closed or course.graph_version != self._graph_version():
+            return False
+        return course.place(pipeline.num_yielded) == (epoch, 0)
 
     def _retire(self, pipeline: Pipeline) -> None:
         pipeline.close()
@@ -204,10 +190,14 @@ class _Course:
         epoch: int,
         first_batch: int,
         epoch_after: Callable[[int], int | None],
+        graph_version: int,
         rest: list[np.ndarray] | None = None,
     ) -> None:
+        self.graph_version = graph_version
+        self._plan = plan
+        self._rank = rank
         self._num_batches = plan.num_batches
-        self._batches_of = lru_cache(maxsize=4)(partial(plan.batches, rank=rank))
+        self._tasks_of = lru_cache(maxsize=4)(partial(tasks_of, plan, rank))
         self._rest = rest
         self._skipped = first_batch
         self._epoch_after = epoch_after
@@ -219,11 +209,12 @@ class _Course:
         """Tasks of the epochs that are known."""
         return len(self._epochs) * self._num_batches - self._skipped
 
-    def __getitem__(self, number: int) -> _Task:
+    def __getitem__(self, number: int) -> Task:
         epoch, batch = self.place(number)
         if self._rest is not None and epoch == self._epochs[0]:
-            return epoch, batch, self._rest[batch - self._num_batches]
-        return epoch, batch, self._batches_of(epoch)[batch]
+            global_batch = batch * self._plan.world_size + self._rank
+            return Task(epoch, self._rest[batch - self._num_batches], epoch, global_batch, recurs=False)
+        return self._tasks_of(epoch)[batch]
 
     def place(self, number: int) -> tuple[int, int]:
         """Epoch and batch of a task."""

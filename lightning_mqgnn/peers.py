@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL = 0.5  # seconds between two beats
 _STORE_PATIENCE = 10.0  # seconds without an answer of the store until it counts as out of reach
+_SUSPICION = 3.0  # seconds of silence after which a rank, or the store, is to blame for a collective that timed out
 _FAREWELL = 5.0  # seconds that the last beat may take
 _PATIENCE = 25.0  # seconds without a beat from another machine until its rank counts as gone
 _GRACE = 15.0  # seconds that a rank has to notice by itself that another one is gone
@@ -70,6 +71,7 @@ class PeerWatch:
         self._heard: dict[int, float] = {}
         self._error: PeerError | None = None
         self._answers = 0  # beats that came through
+        self._answered = time.monotonic()  # the last of them
         self._failures = 0  # beats in a row that failed
         self._stop = threading.Event()
         self._talker = threading.Thread(target=self._talk, name="mqgnn-peers-store", daemon=True)
@@ -101,8 +103,12 @@ class PeerWatch:
                 return gone
             if "timed out" in str(error).lower() or self._stop.wait(_INTERVAL):
                 break
-        behind = min(self._beats, key=lambda rank: (self._beats[rank].step, self._beats[rank].since))
-        return PeerError(f"rank {behind} did not come in time, it is {_place(self._beats[behind])}. {error}")
+        if time.monotonic() - self._answered > _SUSPICION:
+            return PeerError(f"{self._lost_store()}. {error}")
+        late = max(self._others, key=lambda rank: -self._heard.get(rank, 0.0))
+        if self._answered - self._heard.get(late, 0.0) <= _SUSPICION:  # it beats, as all do
+            late = min(self._beats, key=lambda rank: (self._beats[rank].step, self._beats[rank].since))
+        return PeerError(f"rank {late} did not come in time, it is {_place(self._beats[late])}. {error}")
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed with `error`, or which other rank did, and stop watching them."""
@@ -131,6 +137,7 @@ class PeerWatch:
                 self._failures += 1
             else:
                 self._answers += 1
+                self._answered = time.monotonic()
                 self._failures = 0
 
     def _watch(self) -> None:
@@ -140,11 +147,7 @@ class PeerWatch:
             answers = self._answers
             gone = self._gone(silence=_PATIENCE)
             if gone is None and (self._failures >= 4 or unanswered * _INTERVAL >= _STORE_PATIENCE):
-                place = f"; rank 0 was {_place(self._beats[0])}" if 0 in self._beats else ""
-                gone = PeerError(
-                    "the store of the process group is out of reach: rank 0, or the launcher on its machine, is gone "
-                    f"or frozen{place}"
-                )
+                gone = PeerError(self._lost_store())
             if gone is not None:
                 self._error = gone
                 _log.error("rank %d: %s", self._rank, gone)
@@ -170,6 +173,13 @@ class PeerWatch:
                 self._heard[other] = now
             beats[other] = beat
         self._beats = beats  # at once, since other threads iterate over it
+
+    def _lost_store(self) -> str:
+        place = f"; rank 0 was {_place(self._beats[0])}" if 0 in self._beats else ""
+        return (
+            "the store of the process group is out of reach: rank 0, or the launcher on its machine, is gone or "
+            f"frozen{place}"
+        )
 
     def _gone(self, silence: float) -> PeerError | None:
         for other, beat in sorted(self._beats.items(), key=lambda item: item[1].failure is None):

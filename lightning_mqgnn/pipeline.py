@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -28,12 +29,18 @@ class Stage:
         work: Called with each item; what it returns goes on. Must be safe to call from `threads` threads at once.
         threads: Threads that do the work; with 0 it is done by the thread that needs its result.
         queue_size: How many finished items may wait for the next stage (unused with 0 threads).
+        group: How many consecutive items a thread of the first stage takes at a time: it works on one after the other
+            and only then hands them on. Groups begin small, so that the first item is not late. Unused with 0 threads.
+        together: Called with what `work` returned for the items of a group, unless one of them failed; what it returns
+            goes on in their place.
     """
 
     name: str
     work: Callable[[Any], Any]
     threads: int = 0
     queue_size: int = 2
+    group: int = 1
+    together: Callable[[list[Any]], list[Any]] | None = None
 
 
 class StageClock:
@@ -120,7 +127,7 @@ class Pipeline(Iterator[Any]):
         return totals
 
     def _start(self) -> "_Chain":
-        source: _Tasks | StageQueue[Any] = _Tasks(self._tasks)
+        source: _Tasks | StageQueue[Any] = _Tasks(self._tasks, self._stages[0].group if self._stages else 1)
         queues: list[StageQueue[Any]] = []
         threads: list[threading.Thread] = []
         all_started = threading.Event()
@@ -130,7 +137,7 @@ class Pipeline(Iterator[Any]):
             if stage.threads:
                 queue: StageQueue[Any] = StageQueue(stage.queue_size)
                 for i in range(stage.threads):
-                    chain = _Chain(source, inline, self._clocks)
+                    chain = _Chain(source, inline, self._clocks, queue)
                     name = f"mqgnn-{stage.name}-{i}"
                     threads.append(
                         threading.Thread(target=_run, args=(all_started, chain, queue), name=name, daemon=True)
@@ -148,12 +155,31 @@ class Pipeline(Iterator[Any]):
 class _Tasks:
     """The tasks, as a queue that is full from the beginning and closed after the last one."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, largest_group: int) -> None:
         self._tasks = tasks
         self._next = count()
+        self._next_group = count()
+        self._largest_group = largest_group
 
     def get(self) -> tuple[int, Any]:
-        number = next(self._next)
+        return self._task(next(self._next))
+
+    def get_group(self) -> list[tuple[int, Any]]:
+        """The next group: of 1 task, 2, 4, 8 and so on up to the largest."""
+        group = next(self._next_group)
+        doublings = self._largest_group.bit_length()
+        first = 2 ** min(group, doublings) - 1 + max(group - doublings, 0) * self._largest_group
+        size = min(2 ** min(group, doublings), self._largest_group)
+        tasks: list[tuple[int, Any]] = []
+        for number in range(first, first + size):
+            try:
+                tasks.append(self._task(number))
+            except QueueClosed:
+                if not tasks:
+                    raise
+        return tasks
+
+    def _task(self, number: int) -> tuple[int, Any]:
         try:
             return number, self._tasks[number]
         except Exception as error:
@@ -173,21 +199,52 @@ class _Chain:
     """A source of items and the stages that one thread applies to each of them."""
 
     def __init__(
-        self, source: "_Tasks | StageQueue[Any]", stages: Sequence[Stage], clocks: dict[str, list[StageClock]]
+        self,
+        source: "_Tasks | StageQueue[Any]",
+        stages: Sequence[Stage],
+        clocks: dict[str, list[StageClock]],
+        output: "StageQueue[Any] | None" = None,
     ) -> None:
         self._source = source
         self._stages = [(stage, StageClock()) for stage in stages]
         for stage, clock in self._stages:
             clocks[stage.name].append(clock)
+        self._output = output
+        first = stages[0] if stages else None
+        self._in_groups = len(stages) == 1 and first is not None and (first.group > 1 or first.together is not None)
+        self._done: deque[tuple[int, Any]] = deque()  # of the present group
 
     @property
     def last_clock(self) -> StageClock:
         return self._stages[-1][1]
 
     def get(self) -> tuple[int, Any]:
+        if self._output is not None and isinstance(self._source, _Tasks) and self._in_groups:
+            if not self._done:
+                self._done.extend(self._work_on_group(self._source.get_group(), self._output))
+            return self._done.popleft()
         began = time.perf_counter()
         number, item = self._source.get()
-        waited = time.perf_counter() - began
+        return number, self._work(number, item, waited=time.perf_counter() - began)
+
+    def _work_on_group(self, group: list[tuple[int, Any]], output: StageQueue[Any]) -> list[tuple[int, Any]]:
+        done = []
+        for number, item in group:
+            if output.closed:
+                raise QueueClosed
+            done.append((number, self._work(number, item)))
+        stage, clock = self._stages[0]
+        if stage.together is None or any(isinstance(item, _Failure) for _, item in done):
+            return done
+        began = time.perf_counter()
+        try:
+            items = stage.together([item for _, item in done])
+        except BaseException as error:
+            items = [_Failure(error)] * len(done)
+        clock.busy += time.perf_counter() - began
+        return [(number, item) for (number, _), item in zip(done, items, strict=True)]
+
+    def _work(self, number: int, item: Any, waited: float = 0.0) -> Any:
         for stage, clock in self._stages:
             began = time.perf_counter()
             clock.wait_for_input, waited = clock.wait_for_input + waited, 0.0
@@ -201,7 +258,7 @@ class _Chain:
                     item = _Failure(error)
             clock.busy += time.perf_counter() - began
             clock.items += 1
-        return number, item
+        return item
 
 
 def _run(all_started: threading.Event, chain: _Chain, queue: StageQueue[Any]) -> None:

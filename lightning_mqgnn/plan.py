@@ -26,9 +26,11 @@ class EpochPlan:
         stream: Keeps the random keys of, say, training and validation apart.
         shuffle: A new order each epoch; otherwise the given one.
         drop_last: Only batches of exactly `batch_size` seeds; what is left over is not visited in this epoch.
+        resample_every: Epochs that share their batches: all but the first of them have the batches of that one, on the
+            same rank, in an order of their own.
 
     Raises:
-        TypeError: `batch_size` or `world_size` is not an integer.
+        TypeError: `batch_size`, `world_size` or `resample_every` is not an integer.
         ValueError: A number is out of range, or there are fewer seeds than ranks (or than a batch for each rank, with
             `drop_last`).
     """
@@ -40,9 +42,10 @@ class EpochPlan:
     stream: str = "train"
     shuffle: bool = True
     drop_last: bool = False
+    resample_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "world_size"):
+        for name in ("batch_size", "world_size", "resample_every"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer):
                 raise TypeError(f"{name}={value}: give an integer")
@@ -69,7 +72,9 @@ class EpochPlan:
         return min(-(-largest // self.batch_size), smallest)
 
     def shard(self, epoch: int, rank: int) -> np.ndarray:
-        """The positions that `rank` visits in `epoch`, in order: int64, (seeds of this rank,).
+        """The positions that `rank` visits in `epoch`, in the order in which they are cut into batches: int64.
+
+        Epochs that have the batches of an earlier one are none that is cut, see `sampled_in`.
 
         Raises:
             ValueError: There is no such rank.
@@ -86,6 +91,21 @@ class EpochPlan:
 
     def batches(self, epoch: int, rank: int) -> list[np.ndarray]:
         """The batches of `rank` in `epoch`, each as positions in the list of seed nodes (int64)."""
+        sampled = self._batches_as_sampled(self.sampled_in(epoch), rank)
+        return [sampled[i] for i in self.order(epoch, rank)]
+
+    def sampled_in(self, epoch: int) -> int:
+        """The epoch whose batches `epoch` has."""
+        return epoch - epoch % self.resample_every
+
+    def order(self, epoch: int, rank: int) -> np.ndarray:
+        """Which batches of the epoch `sampled_in(epoch)` the batches of `epoch` are: int64, (num_batches,)."""
+        if epoch == self.sampled_in(epoch) or not self.shuffle:
+            return np.arange(self.num_batches)
+        generator = np.random.Generator(np.random.Philox(key=self._digest("batches", int(epoch), int(rank))))
+        return generator.permutation(self.num_batches)
+
+    def _batches_as_sampled(self, epoch: int, rank: int) -> list[np.ndarray]:
         shard = self.shard(epoch, rank)
         count = self.num_batches
         cuts = [min(i * self.batch_size, len(shard) - (count - i)) for i in range(count)]
@@ -104,21 +124,25 @@ class EpochPlan:
             As many batches on each rank. None if fewer seeds are left than ranks (or with `drop_last`, than a batch for
             each of them): those few are not visited in this epoch.
         """
-        left = replace(self, world_size=1, drop_last=False).shard(epoch, 0)
+        left = None
         for world_size, taken in before:
-            parts = [self._cut(left, world_size, other)[taken:] for other in range(world_size)]
-            left = np.concatenate([left[:0], *(batch for part in parts for batch in part)])
-        return self._cut(left, self.world_size, rank)
+            whole = replace(self, world_size=world_size)
+            parts = [
+                (whole.batches(epoch, other) if left is None else self._cut(left, world_size, other))[taken:]
+                for other in range(world_size)
+            ]
+            left = np.concatenate([np.zeros(0, np.int64), *(batch for part in parts for batch in part)])
+        return self.batches(epoch, rank) if left is None else self._cut(left, self.world_size, rank)
 
     def _cut(self, order: np.ndarray, world_size: int, rank: int) -> list[np.ndarray]:
         full = self.batch_size if self.drop_last else 1
         if len(order) // world_size < full:
             return []
-        plan = replace(self, num_seeds=len(order), world_size=world_size, shuffle=False)
+        plan = replace(self, num_seeds=len(order), world_size=world_size, shuffle=False, resample_every=1)
         return [order[positions] for positions in plan.batches(0, rank)]
 
     def key(self, epoch: int, global_batch: int) -> int:
-        """The random key (64 bits) of batch `global_batch` = batch * world_size + rank."""
+        """The random key (64 bits) of the batch sampled as `global_batch` = batch * world_size + rank of `epoch`."""
         return self._digest("batch", int(epoch), int(global_batch))
 
     def _digest(self, *of: object) -> int:

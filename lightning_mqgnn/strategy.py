@@ -1,5 +1,6 @@
 """MQGNNStrategy: trains one replica of the model per process, and lets them share what they learn."""
 
+import atexit
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ class MQGNNStrategy(DDPStrategy):
         super().setup_environment()
         if self._group is None:
             self._group = dist.new_group(timeout=self._timeout)
+            atexit.register(_leave_process_group)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Put the model on the device and make all replicas equal."""
@@ -337,6 +339,12 @@ class MQGNNStrategy(DDPStrategy):
             if self._watch is None:
                 raise
             raise self._watch.explain(error) from error
+
+
+def _leave_process_group() -> None:
+    """At exit: a gloo group that is still there is taken apart too late, which aborts one process in some dozens."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 MQGNNStrategy.register_strategies(StrategyRegistry)

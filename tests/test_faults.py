@@ -15,6 +15,7 @@ import pytest
         ("terminated", 1, "training", 2),
         ("stopped", 1, "training", 2),
         ("stopped", 0, "training", 2),  # then nothing that asks the store gets an answer
+        ("stopped", 0, "validation", 3),  # the others wait in a metric's collective, for each other as it seems
     ],
 )
 def test_the_others_end_with_an_error_that_names_the_rank(fault, rank, phase, ranks):

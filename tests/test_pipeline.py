@@ -39,6 +39,66 @@ def test_results_are_those_of_the_serial_run_whatever_the_delays(num_tasks, thre
     assert our_threads() == []
 
 
+@given(num_tasks=st.integers(0, 60), threads=st.integers(0, 3), group=st.integers(1, 9), queue_size=st.integers(1, 9))
+def test_groups_change_nothing_but_who_is_worked_on_together(num_tasks, threads, group, queue_size):
+    sizes = []
+
+    def together(items):
+        sizes.append(len(items))
+        return [(item, len(items)) for item in items]
+
+    first = Stage("first", double, threads, queue_size, group, together if threads else None)
+    results = list(Pipeline(range(num_tasks), [first, Stage("second", lambda item: item, 1)]))
+    assert our_threads() == []
+    if not threads:
+        assert results == [2 * n for n in range(num_tasks)]
+        return
+    assert [item for item, _ in results] == [2 * n for n in range(num_tasks)]
+    assert sum(sizes) == num_tasks
+    assert max(sizes, default=0) <= group
+    assert [size for _, size in results[:3]] == [1, min(2, group), min(2, group)][: len(results)] or num_tasks < 3
+
+
+def test_a_group_is_not_handed_on_before_it_is_complete_and_stops_early_when_it_is_closed():
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    worked_on = []
+
+    def work(n):
+        worked_on.append(n)
+        begun.release()
+        go_on.acquire()
+        return n
+
+    pipeline = Pipeline(range(100), [Stage("first", work, 1, 8, group=8)])
+    for _ in range(3):  # the groups of one and of two
+        go_on.release()
+    assert [next(pipeline), next(pipeline), next(pipeline)] == [0, 1, 2]
+    for _ in range(4):
+        begun.acquire()  # the thread is at item 3, the first of four
+    closing = threading.Thread(target=pipeline.close)
+    closing.start()
+    while not pipeline.closed or not pipeline._output._source.closed:
+        pass
+    go_on.release()
+    closing.join()
+    assert worked_on == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("group", [2, 8])
+def test_a_failure_in_a_group_is_raised_at_its_item_and_one_in_together_at_the_first(group):
+    pipeline = Pipeline(range(20), [Stage("first", fail_at_3, 1, 4, group, together=lambda items: items)])
+    assert [next(pipeline) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="planted"):
+        next(pipeline)
+
+    def fail(items):
+        raise ArithmeticError("planted")
+
+    with pytest.raises(ArithmeticError, match="planted"):
+        next(Pipeline(range(20), [Stage("first", double, 1, 4, group, together=fail)]))
+    assert our_threads() == []
+
+
 def test_threads_start_at_the_first_next_and_end_with_the_last_item():
     pipeline = Pipeline(range(5), [Stage("a", double, 2), Stage("b", double, 1)])
     assert our_threads() == []

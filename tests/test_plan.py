@@ -58,8 +58,11 @@ def test_drop_last_leaves_full_batches_only_and_as_many_as_each_rank_can_fill(pl
     assert len(visited) == plan.world_size * plan.num_batches * plan.batch_size
 
 
-@given(plans(), st.integers(0, 100), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_other_numbers_of_ranks_finish_an_epoch_and_visit_every_seed_once(plan, epoch, world_sizes, data):
+@given(plans(), st.integers(0, 100), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_other_numbers_of_ranks_finish_an_epoch_and_visit_every_seed_once(
+    plan, epoch, resample_every, world_sizes, data
+):
+    plan = replace(plan, resample_every=resample_every)
     before, visited = [], []
     for world_size in (plan.world_size, *world_sizes):
         assume(world_size <= plan.num_seeds)
@@ -68,7 +71,7 @@ def test_other_numbers_of_ranks_finish_an_epoch_and_visit_every_seed_once(plan, 
         (count,) = {len(batches) for batches in parts}
         assert count <= plan.num_batches
         if not before:
-            assert np.array_equal(np.concatenate(parts[0]), plan.shard(epoch, 0))
+            assert np.array_equal(np.concatenate(parts[0]), np.concatenate(plan.batches(epoch, 0)))
         taken = data.draw(st.integers(0, count)) if len(before) < len(world_sizes) else count
         visited += [seed for batches in parts for batch in batches[:taken] for seed in batch]
         before.append([world_size, taken])
@@ -158,3 +161,28 @@ def test_every_batch_has_a_key_of_its_own():
     keys = [plan.key(epoch, batch) for plan in plans for epoch in range(30) for batch in range(30)]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**64 for key in keys)
+
+
+@given(plans(), st.integers(2, 5), st.integers(0, 30))
+def test_epochs_that_share_batches_have_them_in_another_order_on_the_same_rank(plan, resample_every, epoch):
+    plan = replace(plan, resample_every=resample_every)
+    first = plan.sampled_in(epoch)
+    assert first <= epoch < first + resample_every
+    assert first % resample_every == 0
+    for rank in range(plan.world_size):
+        sampled = replace(plan, resample_every=1).batches(first, rank)
+        order = plan.order(epoch, rank)
+        assert sorted(order) == list(range(plan.num_batches))
+        for batch, number in zip(plan.batches(epoch, rank), order, strict=True):
+            assert np.array_equal(batch, sampled[number])
+
+
+def test_the_order_of_shared_batches_differs_between_epochs_and_ranks():
+    plan = EpochPlan(400, 10, 2, resample_every=3)
+    orders = [tuple(plan.order(epoch, rank)) for epoch in range(6) for rank in range(2)]
+    assert len(set(orders)) == 9  # epochs 0 and 3 have their batches as sampled, on both ranks
+
+
+def test_batches_that_are_not_shuffled_stay_in_order():
+    plan = EpochPlan(40, 10, shuffle=False, resample_every=3)
+    assert list(plan.order(1, 0)) == [0, 1, 2, 3]

@@ -2,5 +2,6 @@
 
 from lightning_mqgnn.graph.build import build_store
 from lightning_mqgnn.graph.store import GraphStore
+from lightning_mqgnn.graph.update import Changes
 
-__all__ = ["GraphStore", "build_store"]
+__all__ = ["Changes", "GraphStore", "build_store"]

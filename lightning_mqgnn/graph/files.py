@@ -43,26 +43,43 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def describe(
-    folder: Path, arrays: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], graph_attrs: Mapping[str, Any]
+    folder: Path,
+    arrays: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    graph_attrs: Mapping[str, Any],
+    num_edge_ids: int = 0,
 ) -> None:
-    """Write `graph.json`: dtype and shape of each array, and the graph-level attributes that are no tensors."""
+    """Write `graph.json`: dtype and shape of each array, and the graph-level attributes that are no tensors.
+
+    `num_edge_ids` is how many edges the graph ever had; 0 if the arrays tell.
+    """
     entries = {
         name: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
         for name, (dtype, shape) in arrays.items()
     }
-    description = {"format": _FORMAT, "version": _VERSION, "arrays": entries, "graph_attrs": dict(graph_attrs)}
+    description: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "arrays": entries,
+        "graph_attrs": dict(graph_attrs),
+    }
+    if num_edge_ids:
+        description["num_edge_ids"] = num_edge_ids
     (folder / _DESCRIPTION).write_text(json.dumps(description, indent=1))
 
 
 def write_array(folder: Path, name: str, tensor: Tensor) -> None:
     """Write one array."""
-    if tensor.dtype == torch.bfloat16:  # NumPy has no such type
-        tensor = tensor.view(torch.int16)
-    np.save(folder / f"{name}.npy", tensor.numpy())
+    np.save(folder / f"{name}.npy", as_array(tensor))
 
 
-def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Map the arrays of a saved graph, and return them with the graph-level attributes that are no tensors.
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor as an array; bfloat16, which NumPy does not have, as int16."""
+    array: np.ndarray = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """Map the arrays of a saved graph; return them, the other graph-level attributes, and `num_edge_ids`.
 
     Raises:
         FileNotFoundError: There is no graph at `path`, or a file of it is missing.
@@ -85,7 +102,13 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError(f"{str(path / _DESCRIPTION)!r} does not list {name}: save the graph again")
     if int(arrays["colptr"][-1]) != len(arrays["row"]):
         raise ValueError(f"path={str(path)!r}: colptr does not end with the number of edges, save the graph again")
-    return arrays, description["graph_attrs"]
+    return arrays, description["graph_attrs"], description.get("num_edge_ids", 0)
+
+
+def first_row(path: Path, name: str) -> tuple[Path, int]:
+    """The file of an array of a saved graph that is not empty, and the byte at which its values begin."""
+    file = path / f"{name}.npy"
+    return file, int(np.load(file, mmap_mode="r").offset)
 
 
 def _map(file: Path, dtype: str, shape: list[int]) -> Tensor:

@@ -3,23 +3,33 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from lightning_mqgnn.graph.files import describe, id_dtype, new_folder, read_folder, write_array
+from lightning_mqgnn.graph.files import as_array, describe, first_row, id_dtype, new_folder, read_folder, write_array
 from lightning_mqgnn.graph.memory import use_huge_pages
+from lightning_mqgnn.graph.splice import changed_columns, copy_of, extended, next_edge_id, splice_edges
+from lightning_mqgnn.graph.update import Changes, check_edge_rows, check_edges, check_features, union
 
-_TOPOLOGY = ("colptr", "row", "edge_id")
+
+class Topology(NamedTuple):
+    """The edges at one version of a graph, by destination: `colptr` (nodes + 1,), `row` and `edge_id` (edges,)."""
+
+    colptr: Tensor
+    row: Tensor
+    edge_id: Tensor | None
+    version: int
 
 
 class GraphStore:
     """A graph in the form that sampling reads: incoming edges of each node side by side (CSC by destination).
 
     The sources of the edges into node `v` are `row[colptr[v]:colptr[v + 1]]`, in the order in which the edges were
-    given. Ids are int32 where they fit. All arrays are CPU tensors and must not be written to.
+    given. Ids are int32 where they fit. All arrays are CPU tensors and must not be written to: `update` changes them.
 
     Build one with `from_data` or `open`; the constructor takes arrays that are already in this form.
 
@@ -28,7 +38,8 @@ class GraphStore:
         row: (edges,) int32 or int64, ids of the sources.
         edge_id: (edges,) where the edge stood in the `edge_index` it came from; None if at the same place.
         node_attrs: Tensors with one row per node (`x`, `y`, `train_mask`, ...).
-        edge_attrs: Tensors with one row per edge, in the order of `edge_index` (`edge_attr`, `edge_weight`, ...).
+        edge_attrs: Tensors whose row `i` is that of the edge with the id `i`, i.e. in the order of `edge_index`
+            (`edge_attr`, `edge_weight`, ...).
         graph_attrs: Anything else; handed on to every batch as it is.
     """
 
@@ -42,13 +53,38 @@ class GraphStore:
         edge_attrs: Mapping[str, Tensor] | None = None,
         graph_attrs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.colptr = colptr
-        self.row = row
-        self.edge_id = edge_id
+        self.topology = Topology(colptr, row, edge_id, 0)  # replaced as a whole, so that threads never see half of it
         self.node_attrs = dict(node_attrs or {})
         self.edge_attrs = dict(edge_attrs or {})
         self.graph_attrs = dict(graph_attrs or {})
         self._path: Path | None = None
+        self._log: list[Changes] = []  # at [v] what changed from version v to the next
+        self._own: dict[str, Tensor] = {}  # node attributes that can be written to: nobody else sees it
+        self._room: dict[str, Tensor] = {}  # edge attributes with unused rows at their ends
+        self._num_edge_ids = 0  # that edges ever had; 0 if the arrays tell
+
+    @property
+    def colptr(self) -> Tensor:
+        """(nodes + 1,) int32 or int64."""
+        return self.topology.colptr
+
+    @property
+    def row(self) -> Tensor:
+        """(edges,) int32 or int64, ids of the sources."""
+        return self.topology.row
+
+    @property
+    def edge_id(self) -> Tensor | None:
+        """(edges,) where each edge stood in the `edge_index` it came from; None if at the same place.
+
+        Edges that came by `update` are numbered on from there.
+        """
+        return self.topology.edge_id
+
+    @property
+    def version(self) -> int:
+        """How often the graph was changed."""
+        return self.topology.version
 
     @property
     def num_nodes(self) -> int:
@@ -146,7 +182,8 @@ class GraphStore:
         with new_folder(path) as folder:
             for name, tensor in arrays.items():
                 write_array(folder, name, tensor)
-            describe(folder, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in arrays.items()}, plain)
+            shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in arrays.items()}
+            describe(folder, shapes, plain, self._num_edge_ids)
 
     @classmethod
     def open(cls, path: str | Path) -> "GraphStore":
@@ -157,7 +194,7 @@ class GraphStore:
             ValueError: The store has another version, or a file is not what its description says.
         """
         path = Path(path)
-        loaded, graph_attrs = read_folder(path)
+        loaded, graph_attrs, num_edge_ids = read_folder(path)
 
         def group(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): loaded[name] for name in loaded if name.startswith(prefix)}
@@ -171,17 +208,112 @@ class GraphStore:
             graph_attrs={**group("graph."), **graph_attrs},
         )
         store._path = path.resolve()
+        store._own = dict(store.node_attrs)  # mapped copy-on-write
+        store._num_edge_ids = num_edge_ids
         return store
 
+    def update(
+        self,
+        edges_added: Tensor | np.ndarray | None = None,
+        edges_removed: Tensor | np.ndarray | None = None,
+        features: Mapping[str, tuple[Any, Any]] | None = None,
+        edge_attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Change edges and rows of attributes, in place, which makes the next `version`.
+
+        Edges are removed before others are added. Each column keeps the order of the edges that stay, and new ones come
+        behind them in the order given, as if the graph was built anew. Ids of edges stay as they are; new edges get the
+        next ones after the largest that any edge ever had.
+
+        The cost is that of copying the topology once, and of what changes. Neither the tensors that the graph was made
+        from nor mapped files are written to: an attribute is copied at its first change, but for node attributes that
+        are mapped from a file, of which only the pages that change become private to this process.
+
+        To be called between epochs, and not from two threads at once. Reading meanwhile is safe, but may see new rows
+        in the old version. An update that raises an error leaves the graph as it was.
+
+        Args:
+            edges_added: (2, k) integers, sources first.
+            edges_removed: (2, k) pairs (source, destination); all parallel edges between the two are removed.
+            features: Node ids (m,) and rows (m, ...), by the name of a node attribute (`x`, `y`, a mask, ...).
+            edge_attrs: Rows (k, ...) of the new edges, by the name of each edge attribute of the graph.
+
+        Raises:
+            TypeError: Ids are not integers, or rows are of another kind than the attribute (float into int).
+            ValueError: A node is out of range or comes twice, a shape or a name is wrong, there is no edge between a
+                pair of `edges_removed`, or ids no longer fit their dtype.
+        """
+        topology = self.topology
+        removed = check_edges("edges_removed", edges_removed, self.num_nodes)
+        added = check_edges("edges_added", edges_added, self.num_nodes)
+        rows = check_features(features or {}, self.node_attrs)
+        edge_rows = check_edge_rows(edge_attrs or {}, self.edge_attrs, added.shape[1])
+        columns = changed_columns(removed, added)
+        first_id = end_id = self._num_edge_ids
+        if len(columns):
+            first_id = first_id or next_edge_id(self.num_edges, self.edge_id, self.edge_attrs)
+            end_id = first_id + added.shape[1]
+            topology = Topology(*splice_edges(*topology[:3], removed, added, first_id), topology.version)
+        room = extended(self.edge_attrs, edge_rows, self._room, first_id)
+        own = {name: self._owned(name) for name in rows}
+
+        # Nothing fails from here on. The version comes last: what is read before may be new, but never old after it.
+        for name, (nodes, new) in rows.items():
+            as_array(own[name])[nodes] = as_array(new)
+        self._own.update(own)
+        self.node_attrs.update(own)
+        self._room.update(room)
+        self.edge_attrs.update({name: buffer[:end_id] for name, buffer in room.items()})
+        self._num_edge_ids = end_id
+        self._log.append(Changes(columns, {name: np.sort(nodes) for name, (nodes, _) in rows.items()}))
+        self.topology = topology._replace(version=topology.version + 1)
+
+    def changes(self, since: int) -> Changes:
+        """What was changed after version `since`.
+
+        Raises:
+            ValueError: There is no such version.
+        """
+        if not 0 <= since <= self.version:
+            raise ValueError(f"since={since}: give a version from 0 to {self.version}, the present one")
+        return union(self._log[since : self.version])
+
+    def node_file(self, name: str) -> tuple[Path, int] | None:
+        """The file that holds the rows of a node attribute, and the byte at which the first row begins.
+
+        None where there is none: the graph was not opened from a folder, or `update` has changed the attribute since,
+        or it is empty.
+
+        Raises:
+            ValueError: There is no such attribute.
+        """
+        if name not in self.node_attrs:
+            raise ValueError(f"name={name!r} is no node attribute: give one of {list(self.node_attrs)}")
+        tensor = self.node_attrs[name]
+        changed = any(name in change.rows for change in self._log)
+        if self._path is None or changed or tensor is not self._own.get(name) or not tensor.numel():
+            return None
+        return first_row(self._path, f"node.{name}")
+
     def __reduce__(self) -> Any:
-        if self._path is not None:  # another process maps the same files instead of getting a copy
+        if self._path is not None and not self.version:  # another process maps the files instead of getting a copy
             return GraphStore.open, (self._path,)
         return super().__reduce__()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has no such mappings, and may share the memory of this one's tensors.
+        return {**self.__dict__, "_path": None, "_own": {}, "_room": {}}
+
+    def _owned(self, name: str) -> Tensor:
+        """The node attribute `name`, or a copy of it, which can be written to."""
+        tensor = self.node_attrs[name]
+        return tensor if self._own.get(name) is tensor else copy_of(tensor)
+
     def _arrays(self) -> Iterator[tuple[str, Tensor]]:
-        for name in _TOPOLOGY:
-            if getattr(self, name) is not None:
-                yield name, getattr(self, name)
+        for name in ("colptr", "row", "edge_id"):
+            tensor = getattr(self.topology, name)
+            if tensor is not None:
+                yield name, tensor
         for name, tensor in self.node_attrs.items():
             yield f"node.{name}", tensor
         for name, tensor in self.edge_attrs.items():

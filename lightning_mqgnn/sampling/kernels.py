@@ -48,7 +48,7 @@ def _compile_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-_prefetch: Any = intrinsic(_compile_prefetch)
+prefetch: Any = intrinsic(_compile_prefetch)
 
 
 @_kernel
@@ -112,11 +112,90 @@ def _draw(
 
 
 @_kernel
+def _chance(state: np.uint64, probability: float) -> np.int64:
+    """1 with `probability`, else 0, from a random state."""
+    happens: np.int64 = np.int64(np.float64(mix64(state) >> np.uint64(11)) * 2.0**-53 < probability)
+    return happens
+
+
+@_kernel
+def _skip(position: np.ndarray, first: np.int64, length: np.int64, start: np.int64, rank: np.int64) -> np.int64:
+    """The `rank`-th number from `start` on that is not among the ascending `position[first : first + length]`.
+
+    A bisection without branches: which way it goes is random, so a processor would guess half of them wrong.
+    """
+    passed = np.int64(0)  # how many of `position` lie before the number
+    while length > 0:
+        half = length >> 1
+        before = np.int64(position[np.uint64(first + passed + half)]) - start - passed - half <= rank
+        passed = passed + half + 1 if before else passed
+        length = length - half - 1 if before else half
+    skipped: np.int64 = start + rank + passed
+    return skipped
+
+
+@_kernel
+def _draw_biased(
+    state: np.uint64,
+    start: np.int64,
+    degree: np.int64,
+    count: np.int64,
+    replace: bool,
+    bias: float,
+    cached_position: np.ndarray,
+    first_cached: np.int64,
+    num_cached: np.int64,
+    out: np.ndarray,
+    out_weight: np.ndarray,
+    at: np.int64,
+) -> None:
+    """Like `_draw`, but a cached neighbour, one in `cached_position`, is `bias` times as likely as another.
+
+    How many draws are expected from either part follows from `bias` and from the sizes of the parts. Without
+    replacement, that is rounded up or down at random, so that it holds exactly, and within a part every subset is
+    equally likely. A neighbour is then drawn (expected / size of its part) times on average, and its weight is
+    `count / degree` over that: the mean of weight * h over the draws has the expectation of the mean of h over all
+    neighbours (Horvitz and Thompson, 1952).
+
+    Cost above that of `_draw`: for a draw from the cached ones an entry of `cached_position`, else a bisection.
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    num_rest = degree - num_cached
+    weighed_rest = num_rest / bias
+    cached = count * num_cached / (num_cached + weighed_rest)  # how many draws are expected from either part
+    rest = count * weighed_rest / (num_cached + weighed_rest)
+    from_rest = np.int64(0)
+    if replace:
+        for _ in range(count):
+            state += golden
+            from_rest += _chance(state, rest / count)
+    else:
+        cached = min(cached, np.float64(num_cached))
+        rest = max(rest, np.float64(count - num_cached))
+        # At most num_rest, as bias >= 1 and count < degree, so each part holds what either rounding asks of it.
+        from_rest += np.int64(rest)
+        from_rest += _chance(state, rest - from_rest)
+    middle = at + count - from_rest
+    end = at + count
+    _draw(mix64(state + np.uint64(1)), 0, num_cached, count - from_rest, replace, out, at)
+    _draw(mix64(state + np.uint64(2)), 0, num_rest, from_rest, replace, out, middle)
+    for i in range(at, middle):
+        out[i] = cached_position[np.uint64(first_cached + out[i])]
+        out_weight[i] = count * num_cached / (degree * cached)
+    for i in range(middle, end):
+        out[i] = _skip(cached_position, first_cached, num_cached, start, out[i])
+        out_weight[i] = count * num_rest / (degree * rest)
+
+
+@_kernel
 def sample_neighbors(
     colptr: np.ndarray,
     row: np.ndarray,
     fanouts: np.ndarray,
     replace: bool,
+    bias: float | None,
+    cached_ptr: np.ndarray | None,
+    cached_position: np.ndarray | None,
     key: np.uint64,
     num_seeds: int,
     tag: int,
@@ -126,6 +205,7 @@ def sample_neighbors(
     out_colptr: np.ndarray,
     out_row: np.ndarray,
     out_position: np.ndarray,
+    out_weight: np.ndarray | None,
     hop_nodes: np.ndarray,
     hop_edges: np.ndarray,
 ) -> bool:
@@ -138,9 +218,12 @@ def sample_neighbors(
     `table` has an entry per node of the graph: the tag of the batch that last saw the node in the upper half, its local
     id there in the lower half. A new tag empties it at no cost.
 
-    The draws for a node depend on `key`, the hop and the node's id alone.
+    The draws for a node depend on `key`, the hop and the node's id alone, and with `bias` on the cached edges. These
+    are, for node `v`, `cached_position[cached_ptr[v] : cached_ptr[v + 1]]`; `out_weight` gets the importance weights.
+    Without bias all four are None, and the code for them is not compiled.
 
-    Cost per edge: one random entry each of `row` and `table`; per frontier node two neighbouring ones of `colptr`.
+    Cost per edge: one random entry each of `row` and `table`; per frontier node two neighbouring ones of `colptr`. With
+    bias also, per frontier node, two of `cached_ptr`, and per edge one of `cached_position` or a bisection in it.
 
     Returns:
         Whether the output arrays were long enough; if not, their content is void.
@@ -166,7 +249,11 @@ def sample_neighbors(
             first = num_edges
             for i in range(block, block_end):
                 if i + _AHEAD < end:
-                    _prefetch(colptr, node[i + _AHEAD])
+                    prefetch(colptr, node[i + _AHEAD])
+                    if cached_ptr is not None:
+                        prefetch(cached_ptr, node[i + _AHEAD])
+                if cached_ptr is not None and i + _AHEAD // 2 < end:  # by now its entry of cached_ptr is here
+                    prefetch(cached_position, cached_ptr[np.uint64(node[i + _AHEAD // 2])])
                 start = np.int64(colptr[np.uint64(node[i])])
                 degree = np.int64(colptr[np.uint64(node[i]) + np.uint64(1)]) - start
                 out_colptr[i] = num_edges
@@ -177,17 +264,38 @@ def sample_neighbors(
                 if take_all:
                     for j in range(count):
                         out_position[num_edges + j] = start + j
+                    if out_weight is not None:
+                        for j in range(count):
+                            out_weight[num_edges + j] = 1
                 else:
                     state = mix64(hop_key ^ np.uint64(node[i]))
-                    _draw(state, start, degree, count, replace, out_position, num_edges)
+                    if cached_ptr is None:
+                        _draw(state, start, degree, count, replace, out_position, num_edges)
+                    else:
+                        first_cached = np.int64(cached_ptr[np.uint64(node[i])])
+                        num_cached = np.int64(cached_ptr[np.uint64(node[i]) + np.uint64(1)]) - first_cached
+                        _draw_biased(
+                            state,
+                            start,
+                            degree,
+                            count,
+                            replace,
+                            bias,
+                            cached_position,
+                            first_cached,
+                            num_cached,
+                            out_position,
+                            out_weight,
+                            num_edges,
+                        )
                 for j in range(num_edges, num_edges + count):
-                    _prefetch(row, out_position[j])
+                    prefetch(row, out_position[j])
                 num_edges += count
             first_edge = np.uint64(first)
             for j in range(first_edge, np.uint64(num_edges)):
                 source = row[np.uint64(out_position[j])]
                 neighbor[j - first_edge] = source
-                _prefetch(table, source)
+                prefetch(table, source)
             for j in range(first_edge, np.uint64(num_edges)):
                 source = neighbor[j - first_edge]
                 entry = table[np.uint64(source)]
@@ -205,6 +313,39 @@ def sample_neighbors(
 
 
 @_kernel
+def count_sources(row: np.ndarray, out: np.ndarray) -> None:
+    """Add to `out[u]` how often node `u` is the source of an edge. Cost: a random entry of `out` per edge."""
+    num_edges = np.uint64(len(row))
+    for i in range(num_edges):
+        if i + np.uint64(_ENTRIES_AHEAD) < num_edges:
+            prefetch(out, np.uint64(row[i + np.uint64(_ENTRIES_AHEAD)]))
+        out[np.uint64(row[i])] += 1
+
+
+@_kernel
+def find_edges_from(
+    chosen: np.ndarray, colptr: np.ndarray, row: np.ndarray, out_ptr: np.ndarray, out_position: np.ndarray
+) -> None:
+    """Write the places of the edges from `chosen` nodes (a flag per node) to `out_position`, by destination.
+
+    Those into node `v` are `out_position[out_ptr[v] : out_ptr[v + 1]]`, in ascending order.
+
+    Cost per edge: one random byte of `chosen`, beside a pass over `row`.
+    """
+    num_edges = len(row)
+    found = np.uint64(0)
+    for node in range(len(colptr) - 1):
+        out_ptr[node] = found
+        for i in range(colptr[node], colptr[node + 1]):
+            if i + _ENTRIES_AHEAD < num_edges:
+                prefetch(chosen, np.uint64(row[i + _ENTRIES_AHEAD]))
+            if chosen[np.uint64(row[i])]:
+                out_position[found] = i
+                found += np.uint64(1)
+    out_ptr[len(colptr) - 1] = found
+
+
+@_kernel
 def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     """`out[i] = source[index[i]]` for two-dimensional, contiguous arrays; rows are prefetched ahead of their use.
 
@@ -219,7 +360,7 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
         if i + np.uint64(_AHEAD) < num_rows:
             ahead = np.uint64(index[i + np.uint64(_AHEAD)]) * width
             for j in range(np.uint64(0), width, step):
-                _prefetch(from_flat, ahead + j)
+                prefetch(from_flat, ahead + j)
         begin = np.uint64(index[i]) * width
         into = np.uint64(i) * width
         for j in range(width):
@@ -232,7 +373,7 @@ def gather_entries(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> No
     num_entries = np.uint64(len(index))
     for i in range(num_entries):
         if i + np.uint64(_ENTRIES_AHEAD) < num_entries:
-            _prefetch(source, np.uint64(index[i + np.uint64(_ENTRIES_AHEAD)]))
+            prefetch(source, np.uint64(index[i + np.uint64(_ENTRIES_AHEAD)]))
         out[i] = source[np.uint64(index[i])]
 
 

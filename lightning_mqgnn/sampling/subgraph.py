@@ -21,6 +21,8 @@ class SampledSubgraph:
         num_sampled_nodes: new nodes per hop, beginning with the number of seeds (hops + 1 numbers).
         num_sampled_edges: edges per hop (hops numbers).
         input_id: (seeds,) int64, what the loader's `input_nodes` call the seeds (see `MQGNNDataModule`).
+        version: `GraphStore.version` of the graph that it was sampled from.
+        edge_weight: (edges,) float32 importance weights, if neighbours were not all equally likely.
     """
 
     node: np.ndarray
@@ -30,6 +32,8 @@ class SampledSubgraph:
     num_sampled_nodes: list[int]
     num_sampled_edges: list[int]
     input_id: np.ndarray
+    version: int = 0
+    edge_weight: np.ndarray | None = None
 
     @property
     def num_seeds(self) -> int:
@@ -39,4 +43,5 @@ class SampledSubgraph:
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays hold."""
-        return sum(array.nbytes for array in (self.node, self.colptr, self.row, self.position, self.input_id))
+        arrays = (self.node, self.colptr, self.row, self.position, self.input_id, self.edge_weight)
+        return sum(array.nbytes for array in arrays if array is not None)

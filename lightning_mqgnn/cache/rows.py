@@ -1,0 +1,113 @@
+"""Where feature rows come from and are held: kernels that move them, and files that they are read from."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import types
+
+from lightning_mqgnn.sampling.kernels import prefetch
+
+_AHEAD = 16  # rows between a prefetch and its use
+_LINE = 8  # words of a cache line, if they are the widest
+
+# The system's own pread: called from compiled code, it needs no Python object and no GIL.
+_pread: Any = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
+
+
+def _kernel(function: Callable[..., Any]) -> Any:
+    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+class FileRows:
+    """Rows of a file, read one by one into where they are wanted, by several threads.
+
+    A row that is not there any more, since the file was cut short, is an error; a mapped file would end the process.
+
+    Args:
+        path: The file.
+        begin: Byte at which the first row begins.
+        row_bytes: Bytes of a row.
+        threads: How many reads may wait for the disk at a time.
+    """
+
+    def __init__(self, path: Path, begin: int, row_bytes: int, threads: int) -> None:
+        self._path = path
+        self._begin = begin
+        self._row_bytes = row_bytes
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed in `close`
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        self._threads = threads
+        self._readers: ThreadPoolExecutor | None = None
+
+    def read(self, node: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
+        """`out[at[i]] = row node[at[i]]`; rows are read in the order in which they lie in the file.
+
+        Raises:
+            OSError: A row could not be read; names the file.
+        """
+        at = at[np.argsort(node[at])]
+        if self._readers is None and self._threads > 1:
+            self._readers = ThreadPoolExecutor(self._threads, "mqgnn-read")
+        parts = np.array_split(at, self._threads if len(at) > 64 * self._threads else 1)
+        arguments = self._file.fileno(), self._begin, self._row_bytes, node
+        if self._readers is None or len(parts) == 1:
+            failed = [read_rows(*arguments, at, out)]
+        else:
+            failed = list(self._readers.map(lambda part: read_rows(*arguments, part, out), parts))
+        for row in failed:
+            if row >= 0:
+                raise OSError(
+                    f"{str(self._path)!r}: row {row} can't be read any more: the file was cut short or its disk fails; "
+                    "save the graph again"
+                )
+
+    def close(self) -> None:
+        """End the threads and close the file."""
+        if self._readers is not None:
+            self._readers.shutdown()
+        self._file.close()
+
+
+@_kernel
+def read_rows(file: int, begin: int, row_bytes: int, node: np.ndarray, at: np.ndarray, out: np.ndarray) -> int:
+    """Read rows from a file into `out`; return the first row that could not be read whole, or -1."""
+    stride = out.strides[0]
+    for i in range(len(at)):
+        row: int = np.int64(node[at[i]])
+        done = 0
+        while done < row_bytes:
+            target = np.uint64(out.ctypes.data) + np.uint64(at[i] * stride + done)
+            count = _pread(np.int32(file), target, np.uint64(row_bytes - done), begin + row * row_bytes + done)
+            if count <= 0:
+                return row
+            done += count
+    return -1
+
+
+@_kernel
+def copy_rows(source: np.ndarray, index: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
+    """`out[at[i]] = source[index[at[i]]]`, with rows prefetched ahead of their use."""
+    width = np.uint64(source.shape[1])
+    from_flat, to_flat = source.reshape(-1), out.reshape(-1)
+    count = np.uint64(len(at))
+    for i in range(count):
+        if i + np.uint64(_AHEAD) < count:
+            ahead = np.uint64(index[at[i + np.uint64(_AHEAD)]]) * width
+            for j in range(np.uint64(0), width, np.uint64(_LINE)):
+                prefetch(from_flat, ahead + j)
+        begin, into = np.uint64(index[at[i]]) * width, np.uint64(at[i]) * width
+        for j in range(width):
+            to_flat[into + j] = from_flat[begin + j]
+
+
+@_kernel
+def put_rows(source: np.ndarray, at: np.ndarray, slot: np.ndarray, out: np.ndarray) -> None:
+    """`out[slot[i]] = source[at[i]]`."""
+    for i in range(len(at)):
+        for j in range(source.shape[1]):
+            out[slot[i], j] = source[at[i], j]
