@@ -12,11 +12,12 @@ from lightning_mqgnn.pipeline import Pipeline, Stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.queues import StageQueue
 from lightning_mqgnn.racom import GradientExchange, RaCoM, RaCoMExchange
-from lightning_mqgnn.sampling import NeighborSampler, SampledSubgraph
+from lightning_mqgnn.sampling import CacheBias, NeighborSampler, SampledSubgraph
 from lightning_mqgnn.strategy import MQGNNStrategy
 from lightning_mqgnn.synthetic import synthetic_graph
 
 __all__ = [
+    "CacheBias",
     "EpochPlan",
     "FeatureCache",
     "GradientExchange",
