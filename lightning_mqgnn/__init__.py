@@ -1,7 +1,7 @@
 """Train graph neural networks with PyTorch Lightning: `Trainer(strategy="mqgnn")` and `MQGNNDataModule`.
 
-The way of the data: `plan` -> `sampling` -> `prepare` -> `transfer`, run by `pipeline` through `queues`, put together
-in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
+The way of the data: `plan` -> `sample` -> `fetch` -> `prepare` -> `transfer`, run by `pipeline` through `queues`, put
+together in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
 """
 
 from lightning_mqgnn.adjacency import trim_adj
