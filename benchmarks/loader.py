@@ -28,8 +28,8 @@ from torch_geometric.loader import NeighborLoader
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
+from lightning_mqgnn.compiled import prefetch
 from lightning_mqgnn.graph.memory import use_huge_pages
-from lightning_mqgnn.sampling import kernels
 
 _WARM_UP = 4  # batches before the clock starts
 
@@ -96,7 +96,7 @@ def _read_lines(flat: np.ndarray, index: np.ndarray) -> Any:
     total = np.uint64(0)
     for i in range(len(index)):
         if i + 32 < len(index):
-            kernels.prefetch(flat, np.int64(index[i + 32]) * 8)
+            prefetch(flat, np.int64(index[i + 32]) * 8)
         total ^= flat[np.int64(index[i]) * 8]
     return total
 
@@ -110,7 +110,7 @@ def _read_rows(source: np.ndarray, index: np.ndarray) -> Any:
         if i + 16 < len(index):
             ahead = np.uint64(index[i + 16]) * width
             for j in range(np.uint64(0), width, np.uint64(8)):
-                kernels.prefetch(flat, ahead + j)
+                prefetch(flat, ahead + j)
         begin = np.uint64(index[i]) * width
         for j in range(width):
             total ^= flat[begin + j]

@@ -167,6 +167,8 @@ class MQGNNDataModule(LightningDataModule):
         _check_int("sampling_threads", sampling_threads, least=0)
         _check_int("prepare_threads", prepare_threads, least=0)
         _check_int("queue_size", queue_size, least=1)
+        _check_int("resample_every", resample_every, least=1)
+        _check_int("redraw_every", redraw_every, least=1)
         _check_int("seed", seed, least=0)
         self._caching = CacheSettings(
             resample_every, subgraph_cache, spill_path, feature_cache, feature_policy, cache_bias, redraw_every
@@ -394,12 +396,11 @@ class MQGNNDataModule(LightningDataModule):
         sample = Sample(
             plan, seeds, input_id, sampler, self._subgraph_cache(ranks_here, budget.kept) if recurs else None
         )
-        group = self._caching.group(
-            budget.training_ahead if training else budget.evaluation_ahead,
-            self._sampling_threads,
-            sample.draw(tasks_of(plan, rank, 0)[0]).nbytes,
-            plan.num_batches,
-        )
+        ahead = budget.training_ahead if training else budget.evaluation_ahead
+        group = 1
+        if self._sampling_threads and ahead:
+            one = sample.draw(tasks_of(plan, rank, 0)[0])
+            group = self._caching.group(ahead, self._sampling_threads, one.nbytes, plan.num_batches)
         room = max(self._queue_size, group)
         pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=device.type == "cuda")
         prepare = Prepare(self.store, pool, self._transform, arguments["edge_format"])

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lightning_mqgnn.buffers import BufferPool
@@ -51,7 +52,7 @@ class Fetch:
         self._bias = bias
         self._planner = AccessPlanner(store.num_nodes)
         self._version = store.version
-        self._draw: tuple[int, int] | None = None
+        self._held: np.ndarray | None = None
 
     def announce(self, task: Task) -> Announced:
         """Sample a batch."""
@@ -71,8 +72,8 @@ class Fetch:
             if changed is not None:
                 self._cache.invalidate(changed)
         if self._bias is not None:
-            draw = announced.sampled_in // self._bias.redraw_every, self._version
-            if draw != self._draw:
-                self._cache.load(self._bias.nodes(announced.sampled_in))
-                self._draw = draw
+            nodes = self._bias.nodes(announced.sampled_in)
+            if nodes is not self._held:
+                self._cache.load(nodes)
+                self._held = nodes
         return Fetched(announced.subgraph, self._cache.rows(announced.access, self._pool))

@@ -105,7 +105,7 @@ class PeerWatch:
                 break
         if time.monotonic() - self._answered > _SUSPICION:
             return PeerError(f"{self._lost_store()}. {error}")
-        late = max(self._others, key=lambda rank: -self._heard.get(rank, 0.0))
+        late = min(self._others, key=lambda rank: self._heard.get(rank, 0.0))
         if self._answered - self._heard.get(late, 0.0) <= _SUSPICION:  # it beats, as all do
             late = min(self._beats, key=lambda rank: (self._beats[rank].step, self._beats[rank].since))
         return PeerError(f"rank {late} did not come in time, it is {_place(self._beats[late])}. {error}")

@@ -210,8 +210,9 @@ class _Chain:
         for stage, clock in self._stages:
             clocks[stage.name].append(clock)
         self._output = output
-        first = stages[0] if stages else None
-        self._in_groups = len(stages) == 1 and first is not None and (first.group > 1 or first.together is not None)
+        self._groups: _Tasks | None = None  # where groups come from, if this thread takes tasks in groups
+        if isinstance(source, _Tasks) and output is not None and len(stages) == 1:
+            self._groups = source if stages[0].group > 1 or stages[0].together is not None else None
         self._done: deque[tuple[int, Any]] = deque()  # of the present group
 
     @property
@@ -219,18 +220,19 @@ class _Chain:
         return self._stages[-1][1]
 
     def get(self) -> tuple[int, Any]:
-        if self._output is not None and isinstance(self._source, _Tasks) and self._in_groups:
+        if self._groups is not None:
             if not self._done:
-                self._done.extend(self._work_on_group(self._source.get_group(), self._output))
+                self._done.extend(self._work_on_group(self._groups.get_group()))
             return self._done.popleft()
         began = time.perf_counter()
         number, item = self._source.get()
         return number, self._work(number, item, waited=time.perf_counter() - began)
 
-    def _work_on_group(self, group: list[tuple[int, Any]], output: StageQueue[Any]) -> list[tuple[int, Any]]:
+    def _work_on_group(self, group: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        assert self._output is not None
         done = []
         for number, item in group:
-            if output.closed:
+            if self._output.closed:
                 raise QueueClosed
             done.append((number, self._work(number, item)))
         stage, clock = self._stages[0]

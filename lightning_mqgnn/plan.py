@@ -8,6 +8,12 @@ from itertools import pairwise
 import numpy as np
 
 
+def random_key(seed: int, *of: object) -> int:
+    """A random key (64 bits) that depends on the seed and on what it is for alone."""
+    text = repr((int(seed), *of)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
 @dataclass(frozen=True)
 class EpochPlan:
     """A pure function from (epoch, rank, batch) to positions in the list of seed nodes, and to random keys.
@@ -146,5 +152,4 @@ class EpochPlan:
         return self._digest("batch", int(epoch), int(global_batch))
 
     def _digest(self, *of: object) -> int:
-        text = repr((int(self.seed), self.stream, *of)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return random_key(self.seed, self.stream, *of)

@@ -1,7 +1,9 @@
-"""Hand-made and random graphs for the tests."""
+"""Hand-made and random graphs for the tests, and their batches."""
 
 import torch
 from torch_geometric.data import Data
+
+from lightning_mqgnn import MQGNNDataModule
 
 
 def make_graph(num_nodes: int, edges: list[tuple[int, int]], num_features: int = 3) -> Data:
@@ -33,3 +35,17 @@ def random_graph(num_nodes: int = 400, num_edges: int = 4000, num_features: int 
         mask[chosen] = True
         data[f"{split}_mask"] = mask
     return data
+
+
+def module(data=None, **arguments) -> MQGNNDataModule:
+    """A DataModule of a small random graph, or of `data`."""
+    arguments = {"num_neighbors": [4, 3], "batch_size": 32, **arguments}
+    return MQGNNDataModule(random_graph() if data is None else data, **arguments)
+
+
+def assert_same_batch(one: Data, other: Data) -> None:
+    """Bit by bit, attribute by attribute."""
+    assert one.keys() == other.keys()
+    for name, value in one.to_dict().items():
+        same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        assert same, name

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from graphs import make_graph, random_graph
+from graphs import make_graph, module, random_graph
 from torch_geometric.data import Data, HeteroData
 
-from lightning_mqgnn import EpochPlan, MQGNNDataModule
+from lightning_mqgnn import EpochPlan
 
 
 def changed(**attributes):
@@ -27,11 +27,6 @@ def with_nan():
     x = random_graph().x
     x[11, 2] = float("nan")
     return changed(x=x)
-
-
-def module(data=None, **arguments):
-    arguments = {"num_neighbors": [4, 3], "batch_size": 32, **arguments}
-    return MQGNNDataModule(random_graph() if data is None else data, **arguments)
 
 
 def train(data=None, **arguments):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import our_threads
-from graphs import random_graph
+from graphs import assert_same_batch, module, random_graph
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Data
 
-from lightning_mqgnn import FeatureCache, GraphStore, MQGNNDataModule
+from lightning_mqgnn import FeatureCache, GraphStore
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.cache.features import POLICIES, Access, AccessPlanner, DeviceRows
 from lightning_mqgnn.cache.policies import NEVER
@@ -321,18 +321,6 @@ def test_rows_on_a_device_are_those_of_the_store_and_only_misses_cross(monkeypat
 # In the DataModule
 
 
-def module(data=None, **arguments):
-    arguments = {"num_neighbors": [4, 3], "batch_size": 32, **arguments}
-    return MQGNNDataModule(random_graph() if data is None else data, **arguments)
-
-
-def assert_same(one, other):
-    assert set(one.keys()) == set(other.keys())
-    for name, value in one.to_dict().items():
-        same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        assert same, name
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("threads", [(0, 0), (1, 1), (2, 3)])
 @pytest.mark.parametrize("saved", [False, True])
@@ -352,10 +340,10 @@ def test_batches_do_not_depend_on_the_feature_cache(tmp_path, policy, threads, s
     )
     for _ in range(3):
         for one, other in zip(plain.train_dataloader(), cached.train_dataloader(), strict=True):
-            assert_same(one, other)
+            assert_same_batch(one, other)
     for one, other in zip(plain.val_dataloader(), cached.val_dataloader(), strict=True):
-        assert_same(one, other)
-    assert_same(plain.replay(2, 3), cached.replay(2, 3))
+        assert_same_batch(one, other)
+    assert_same_batch(plain.replay(2, 3), cached.replay(2, 3))
     report = cached.feature_report()
     if policy == "none":
         assert report is None
@@ -386,7 +374,7 @@ def test_cache_bias_prefers_cached_nodes_and_weighs_edges(resample_every):
                 assert torch.equal(batch.x, data.x[batch.n_id])
                 assert ("edge_weight" in batch) == (bias > 1)
                 if i == 1:
-                    assert_same(batch, serial.replay(epoch, 1))
+                    assert_same_batch(batch, serial.replay(epoch, 1))
         rates.append(datamodule.feature_report().hit_rate)
     assert rates[1] > 1.3 * rates[0]
 

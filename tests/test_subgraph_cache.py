@@ -7,7 +7,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from graphs import random_graph
+from graphs import assert_same_batch, module, random_graph
 from hypothesis import given
 from hypothesis import strategies as st
 from scenarios.training import Sage, adamw
@@ -163,22 +163,6 @@ def test_an_update_drops_what_it_changed_and_nothing_else():
 # In the DataModule
 
 
-def module(**arguments):
-    return MQGNNDataModule(random_graph(), num_neighbors=[4, 3], batch_size=32, **arguments)
-
-
-def content(batch):
-    return batch.to_dict()
-
-
-def same(one, other):
-    one, other = content(one), content(other)
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) if isinstance(one[name], torch.Tensor) else one[name] == other[name]
-        for name in one
-    )
-
-
 @pytest.mark.parametrize("sampling_threads", [0, 1, 3])
 @pytest.mark.parametrize("budget", [0, 20_000, 0.1, "1GiB"])
 @pytest.mark.parametrize("resample_every", [1, 2, 3])
@@ -193,9 +177,10 @@ def test_batches_do_not_depend_on_what_is_kept(tmp_path, sampling_threads, budge
     for epoch in range(4):
         batches = list(plain.train_dataloader())
         for i, (one, batch) in enumerate(zip(batches, other.train_dataloader(), strict=True)):
-            assert same(one, batch)
-            assert same(batch, other.replay(epoch, i))
-        assert all(same(*pair) for pair in zip(plain.val_dataloader(), other.val_dataloader(), strict=True))
+            assert_same_batch(one, batch)
+            assert_same_batch(batch, other.replay(epoch, i))
+        for pair in zip(plain.val_dataloader(), other.val_dataloader(), strict=True):
+            assert_same_batch(*pair)
     assert sorted(torch.cat([batch.input_id for batch in batches]).tolist()) == sorted(
         plain.store.node_attrs["train_mask"].nonzero().flatten().tolist()
     )
@@ -286,7 +271,8 @@ def test_a_new_version_of_the_graph_is_used_from_the_next_epoch_on():
     other.train_dataloader().set_epoch(1)
     batches = list(datamodule.train_dataloader())
     assert {batch.graph_version for batch in batches} == {1}
-    assert all(same(*pair) for pair in zip(batches, other.train_dataloader(), strict=True))
+    for pair in zip(batches, other.train_dataloader(), strict=True):
+        assert_same_batch(*pair)
     for batch in batches:
         assert bool((batch.x[batch.n_id == 7] == 9).all())
 

@@ -19,11 +19,19 @@ from lightning_mqgnn.cache.policies import (
     find_first_uses,
     find_next_uses,
 )
-from lightning_mqgnn.cache.rows import FileRows, copy_rows, put_rows
+from lightning_mqgnn.cache.rows import FileRows
 from lightning_mqgnn.graph import GraphStore
+from lightning_mqgnn.sampling.bias import out_degrees
+from lightning_mqgnn.sampling.kernels import copy_rows
 
-_DIRECTORIES = {"none": Directory, "degree": Directory, "frequency": Directory, "lru": LeastRecentlyUsed}
-POLICIES = (*_DIRECTORIES, "optimal")
+_DIRECTORIES: dict[str, type[Directory]] = {
+    "none": Directory,
+    "degree": Directory,
+    "frequency": Directory,
+    "lru": LeastRecentlyUsed,
+    "optimal": Belady,
+}
+POLICIES = tuple(_DIRECTORIES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,14 +166,13 @@ class FeatureCache:
         self._policy = policy
         self._name = name
         self._num_rows = 0 if policy == "none" else min(num_rows, store.num_nodes)
-        self._directory = _directory(policy, self._num_rows, store.num_nodes)
+        self._directory = _DIRECTORIES[policy](self._num_rows, store.num_nodes)
         self._best = Belady(self._num_rows, store.num_nodes) if measure_best and policy != "optimal" else None
         self._rows: HostRows = _rows(device)(store, name, self._num_rows, device, threads)
         self._counts = np.zeros(store.num_nodes, np.int32) if policy == "frequency" else None
         self._epoch: int | None = None
         self._loaded = policy not in ("degree", "frequency")
-        self._accesses = self._hits = self._filled = 0
-        self._best_hits: int | None = 0 if measure_best else None
+        self._accesses = self._hits = self._filled = self._best_hits = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -174,7 +181,7 @@ class FeatureCache:
         if policy == "none":
             return 0
         tables = 4 * store.num_nodes * (2 if policy == "frequency" else 1) + 64
-        per_row = _row_bytes(store.node_attrs[name]) + _directory(policy, 0, store.num_nodes).slot_bytes
+        per_row = _row_bytes(store.node_attrs[name]) + _DIRECTORIES[policy].slot_bytes
         per_row += 4 if store.num_nodes > NEVER else 0
         return min(max(budget - tables, 0) // per_row, store.num_nodes)
 
@@ -193,15 +200,15 @@ class FeatureCache:
         """Return the rows of `access.node`, in this order: (nodes, ...), on the host in memory lent by `pool`."""
         with self._lock:
             self._begin(access)
-            slot = self._directory.look_up(access.node)
-            hit = slot >= 0
+            known = access.node, access.next_use, access.opening
+            slot = self._directory.step(*known)
             self._accesses += len(slot)
-            self._hits += int(hit.sum())
-            self._count_best(access)
-            self._directory.take_in(access.node, slot, access.next_use)
+            self._hits += int((slot >= 0).sum())
+            if self._best is not None:
+                self._best_hits += int((self._best.step(*known) >= 0).sum())
             into = self._directory.look_up(access.node)
             taken = np.flatnonzero((into >= 0) & (into != slot))
-            return self._rows.move(access.node, slot, hit, taken, into[taken], pool)
+            return self._rows.move(access.node, slot, taken, into[taken], pool)
 
     def load(self, nodes: np.ndarray) -> None:
         """Hold exactly these nodes from now on, or the first of them (`degree` and `frequency`)."""
@@ -220,7 +227,9 @@ class FeatureCache:
     def report(self) -> CacheReport:
         """Return what was asked for, held, and read from the far store."""
         with self._lock:
-            best = self._hits if self._policy == "optimal" else self._best_hits
+            best = self._best_hits if self._best is not None else None
+            if self._policy == "optimal":
+                best = self._hits
             moved = (self._accesses - self._hits + self._filled) * _row_bytes(self._store.node_attrs[self._name])
             return CacheReport(self._accesses, self._hits, moved, best)
 
@@ -232,24 +241,13 @@ class FeatureCache:
     def _begin(self, access: Access) -> None:
         if not self._loaded:
             self._loaded = True
-            self._load(most(out_degrees(self._store), self._num_rows))
+            self._load(most(out_degrees(self._store.topology), self._num_rows))
         if self._counts is not None:
             if self._epoch is not None and access.epoch != self._epoch:
                 self._load(most(self._counts, self._num_rows))
                 self._counts.fill(0)
             self._counts[access.node] += 1
         self._epoch = access.epoch
-        if access.opening is not None:
-            self._directory.open(*access.opening)
-
-    def _count_best(self, access: Access) -> None:
-        if self._best is None or self._best_hits is None:
-            return
-        if access.opening is not None:
-            self._best.open(*access.opening)
-        slot = self._best.look_up(access.node)
-        self._best_hits += int((slot >= 0).sum())
-        self._best.take_in(access.node, slot, access.next_use)
 
     def _load(self, nodes: np.ndarray) -> None:
         self._fill(*self._directory.load(np.asarray(nodes)[: self._num_rows]))
@@ -269,7 +267,7 @@ class HostRows:
         self._name = name
         self._threads = threads
         source = store.node_attrs[name]
-        self._held = torch.empty((num_rows, *source.shape[1:]), dtype=source.dtype)
+        self._held = torch.empty((num_rows, *source.shape[1:]), dtype=source.dtype, device=device)
         self._place = store.node_file(name)
         self._file: FileRows | None = None
 
@@ -292,7 +290,6 @@ class HostRows:
         self,
         node: np.ndarray,
         slot: np.ndarray,
-        hit: np.ndarray,
         taken: np.ndarray,
         into: np.ndarray,
         pool: BufferPool,
@@ -301,8 +298,7 @@ class HostRows:
 
         Args:
             node: The batch's nodes.
-            slot: Where they are held.
-            hit: Whether they are.
+            slot: Where they are held, -1 if they are not.
             taken: Places in the batch of those that are taken in.
             into: The slots that they get.
             pool: Lends the memory.
@@ -311,9 +307,10 @@ class HostRows:
         out = pool.lend(self._name, (len(node), *source.shape[1:]), source.dtype)
         words = as_words(out)
         if words.size:
-            copy_rows(as_words(self._held), slot, np.flatnonzero(hit), words)
-            self._read(node, np.flatnonzero(~hit), words)
-            put_rows(words, taken, into, as_words(self._held))
+            held, hit = as_words(self._held), np.flatnonzero(slot >= 0)
+            copy_rows(held, slot[hit], words, hit)
+            self._read(node, np.flatnonzero(slot < 0), words)
+            copy_rows(words, taken, held, into)
         return out
 
     def fill(self, nodes: np.ndarray, slots: np.ndarray) -> None:
@@ -323,12 +320,12 @@ class HostRows:
         if rows.size:
             everything = np.arange(len(nodes))
             self._read(nodes, everything, rows)
-            put_rows(rows, everything, slots, held)
+            copy_rows(rows, everything, held, slots)
 
     def _read(self, node: np.ndarray, at: np.ndarray, words: np.ndarray) -> None:
         source = self._store.node_attrs[self._name]
         if self._place is None:
-            copy_rows(as_words(source), node, at, words)
+            copy_rows(as_words(source), node[at], words, at)
             return
         if self._file is None:
             self._file = FileRows(*self._place, _row_bytes(source), self._threads)
@@ -341,24 +338,21 @@ class DeviceRows(HostRows):
     def __init__(
         self, store: GraphStore, name: str, num_rows: int, device: torch.device | None = None, threads: int = 8
     ) -> None:
-        super().__init__(store, name, 0, device, threads)
-        assert device is not None
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        source = store.node_attrs[name]
-        self._held = torch.empty((num_rows, *source.shape[1:]), dtype=source.dtype, device=device)
+        super().__init__(store, name, num_rows, device, threads)
+        self._device = self._held.device
+        self._stream = torch.cuda.Stream(self._device)
 
     def move(
         self,
         node: np.ndarray,
         slot: np.ndarray,
-        hit: np.ndarray,
         taken: np.ndarray,
         into: np.ndarray,
         pool: BufferPool,
     ) -> Tensor:
         """As on the host; returns when the rows are complete on the device."""
-        source, missed = self._store.node_attrs[self._name], np.flatnonzero(~hit)
+        source = self._store.node_attrs[self._name]
+        hit, missed = np.flatnonzero(slot >= 0), np.flatnonzero(slot < 0)
         crossing = pool.lend(self._name, (len(missed), *source.shape[1:]), source.dtype)
         words = as_words(crossing)
         if words.size:
@@ -366,8 +360,7 @@ class DeviceRows(HostRows):
         with torch.cuda.stream(self._stream):
             out = torch.empty((len(node), *source.shape[1:]), dtype=source.dtype, device=self._device)
             arrived = crossing.to(self._device, non_blocking=True)
-            hits = self._on_device(np.flatnonzero(hit))
-            out[hits] = self._held[self._on_device(slot[hit])]
+            out[self._on_device(hit)] = self._held[self._on_device(slot[hit])]
             out[self._on_device(missed)] = arrived
             self._held[self._on_device(into)] = out[self._on_device(taken)]
             done = self._stream.record_event()
@@ -386,11 +379,6 @@ class DeviceRows(HostRows):
         return torch.from_numpy(index.astype(np.int64)).to(self._device)
 
 
-def out_degrees(store: GraphStore) -> np.ndarray:
-    """(nodes,) how many edges begin in each node."""
-    return torch.bincount(store.row, minlength=store.num_nodes).numpy()
-
-
 def most(counts: np.ndarray, number: int) -> np.ndarray:
     """The nodes with the largest counts, those with smaller ids first among equals, in ascending order."""
     return np.sort(np.argsort(-counts.astype(np.int64), kind="stable")[:number])
@@ -403,10 +391,6 @@ def warm_up(store: GraphStore, policy: str) -> None:
     for access in AccessPlanner(store.num_nodes).plan([Access(node), Access(node)]):
         cache.rows(access, pool)
     cache.close()
-
-
-def _directory(policy: str, num_rows: int, num_nodes: int) -> Directory:
-    return Belady(num_rows, num_nodes) if policy == "optimal" else _DIRECTORIES[policy](num_rows, num_nodes)
 
 
 def _rows(device: torch.device | None) -> type[HostRows]:

@@ -5,21 +5,13 @@ in whose place. Each access costs a few random entries of small tables; lists of
 one costs the same however many there are.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 
-from lightning_mqgnn.sampling.kernels import prefetch
+from lightning_mqgnn.compiled import kernel, prefetch
 
 NEVER = 2**31 - 1  # the next use of what is not known to be read again
 _AHEAD = 16  # accesses between a prefetch and its use
 _NO = -1
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 class Directory:
@@ -45,6 +37,16 @@ class Directory:
         """The slots of the nodes that are held, -1 for the others: (nodes,) int32."""
         slot = np.empty(len(node), np.int32)
         look_up(node, self.slot_of, slot)
+        return slot
+
+    def step(
+        self, node: np.ndarray, next_use: np.ndarray | None, opening: tuple[np.ndarray, np.ndarray, int] | None
+    ) -> np.ndarray:
+        """Go on by a batch, see `Access`, and return the slots that its nodes had before it."""
+        if opening is not None:
+            self.open(*opening)
+        slot = self.look_up(node)
+        self.take_in(node, slot, next_use)
         return slot
 
     def open(self, node: np.ndarray, first_use: np.ndarray, num_batches: int) -> None:
@@ -100,7 +102,7 @@ class Belady(Directory):
         super().__init__(num_rows, num_nodes)
         self._before = np.full(num_rows, _NO, np.int32)
         self._after = np.full(num_rows, _NO, np.int32)
-        self._next_use = np.full(num_rows, NEVER, np.int32)
+        self._list = np.zeros(num_rows, np.int32)  # the list that each slot is in
         self._touched = np.zeros(num_rows, np.int32)
         self._ends = np.full((2, 2), _NO, np.int32)  # per list its first and last slot: never, batch 0, batch 1, ...
         self._state = np.zeros(3, np.int64)  # slots used, the last list that may hold any, steps
@@ -111,9 +113,7 @@ class Belady(Directory):
         if num_batches + 1 > len(self._ends):
             more = np.full((num_batches + 1 - len(self._ends), 2), _NO, np.int32)
             self._ends = np.concatenate([self._ends, more])
-        note_next_uses(
-            node, first_use, self.slot_of, self._before, self._after, self._next_use, self._ends, self._state
-        )
+        note_next_uses(node, first_use, self.slot_of, self._before, self._after, self._list, self._ends, self._state)
 
     def take_in(self, node: np.ndarray, slot: np.ndarray, next_use: np.ndarray | None) -> None:
         """Keep the rows that are read again soonest."""
@@ -127,7 +127,7 @@ class Belady(Directory):
             self.node_in,
             self._before,
             self._after,
-            self._next_use,
+            self._list,
             self._touched,
             self._ends,
             self._state,
@@ -139,11 +139,11 @@ class Belady(Directory):
             while self._ends[name, 0] != _NO:
                 slot = self._ends[name, 0]
                 move(slot, name, 0, self._before, self._after, self._ends)
-                self._next_use[slot] = NEVER
+                self._list[slot] = 0
         self._state[1] = 0
 
 
-@_kernel
+@kernel
 def look_up(node: np.ndarray, slot_of: np.ndarray, slot: np.ndarray) -> None:
     """`slot[i] = slot_of[node[i]]`."""
     for i in range(len(node)):
@@ -152,7 +152,7 @@ def look_up(node: np.ndarray, slot_of: np.ndarray, slot: np.ndarray) -> None:
         slot[i] = slot_of[np.uint64(node[i])]
 
 
-@_kernel
+@kernel
 def _unlink(slot: int, name: int, before: np.ndarray, after: np.ndarray, ends: np.ndarray) -> None:
     if before[slot] == _NO:
         ends[name, 0] = after[slot]
@@ -164,7 +164,7 @@ def _unlink(slot: int, name: int, before: np.ndarray, after: np.ndarray, ends: n
         before[after[slot]] = before[slot]
 
 
-@_kernel
+@kernel
 def _append(slot: int, name: int, before: np.ndarray, after: np.ndarray, ends: np.ndarray) -> None:
     before[slot] = ends[name, 1]
     after[slot] = _NO
@@ -175,14 +175,14 @@ def _append(slot: int, name: int, before: np.ndarray, after: np.ndarray, ends: n
     ends[name, 1] = slot
 
 
-@_kernel
+@kernel
 def move(slot: int, source: int, target: int, before: np.ndarray, after: np.ndarray, ends: np.ndarray) -> None:
     """Take a slot out of a list and put it at the end of another."""
     _unlink(slot, source, before, after, ends)
     _append(slot, target, before, after, ends)
 
 
-@_kernel
+@kernel
 def take_in_recent(
     node: np.ndarray,
     slot_of: np.ndarray,
@@ -212,14 +212,19 @@ def take_in_recent(
         _append(slot, 0, before, after, ends)
 
 
-@_kernel
+@kernel
+def _list_for(next_use: int) -> int:
+    return 0 if next_use == NEVER else next_use + 1
+
+
+@kernel
 def note_next_uses(
     node: np.ndarray,
     first_use: np.ndarray,
     slot_of: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
-    next_use: np.ndarray,
+    list_of: np.ndarray,
     ends: np.ndarray,
     state: np.ndarray,
 ) -> None:
@@ -229,13 +234,13 @@ def note_next_uses(
             prefetch(slot_of, np.uint64(node[i + _AHEAD]))
         slot = slot_of[np.uint64(node[i])]
         if slot != _NO:
-            name = first_use[i] + 1
+            name = _list_for(first_use[i])
             move(slot, 0, name, before, after, ends)
-            next_use[slot] = first_use[i]
+            list_of[slot] = name
             state[1] = max(state[1], name)
 
 
-@_kernel
+@kernel
 def take_in_soonest(
     node: np.ndarray,
     slot: np.ndarray,
@@ -244,7 +249,7 @@ def take_in_soonest(
     node_in: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
-    held_next_use: np.ndarray,
+    list_of: np.ndarray,
     touched: np.ndarray,
     ends: np.ndarray,
     state: np.ndarray,
@@ -257,16 +262,15 @@ def take_in_soonest(
     for i in range(len(node)):  # first all that are held: where they go decides who may come in
         if slot[i] == _NO:
             continue
-        name = 0 if next_use[i] == NEVER else next_use[i] + 1
-        was = 0 if held_next_use[slot[i]] == NEVER else held_next_use[slot[i]] + 1
-        move(slot[i], was, name, before, after, ends)
-        held_next_use[slot[i]] = next_use[i]
+        name = _list_for(next_use[i])
+        move(slot[i], list_of[slot[i]], name, before, after, ends)
+        list_of[slot[i]] = name
         touched[slot[i]] = step
         state[1] = max(state[1], name)
     for i in range(len(node)):
         if slot[i] != _NO:
             continue
-        name = 0 if next_use[i] == NEVER else next_use[i] + 1
+        name = _list_for(next_use[i])
         if state[0] < len(node_in):
             into = np.int32(state[0])
             state[0] += 1
@@ -287,13 +291,13 @@ def take_in_soonest(
             slot_of[node_in[into]] = _NO
         slot_of[np.uint64(node[i])] = into
         node_in[into] = node[i]
-        held_next_use[into] = next_use[i]
+        list_of[into] = name
         touched[into] = step
         _append(into, name, before, after, ends)
         state[1] = max(state[1], name)
 
 
-@_kernel
+@kernel
 def find_next_uses(node: np.ndarray, number: int, table: np.ndarray, next_use: np.ndarray) -> None:
     """Going backwards through a super-batch: write when each node is read next, and note that this batch reads it."""
     for i in range(len(node)):
@@ -303,7 +307,7 @@ def find_next_uses(node: np.ndarray, number: int, table: np.ndarray, next_use: n
         table[np.uint64(node[i])] = number
 
 
-@_kernel
+@kernel
 def find_first_uses(
     node: np.ndarray, number: int, table: np.ndarray, out_node: np.ndarray, out_number: np.ndarray, begin: int
 ) -> int:

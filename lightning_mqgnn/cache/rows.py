@@ -1,26 +1,17 @@
-"""Where feature rows come from and are held: kernels that move them, and files that they are read from."""
+"""FileRows: feature rows that are read from a file, one by one."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core import types
 
-from lightning_mqgnn.sampling.kernels import prefetch
-
-_AHEAD = 16  # rows between a prefetch and its use
-_LINE = 8  # words of a cache line, if they are the widest
+from lightning_mqgnn.compiled import kernel
 
 # The system's own pread: called from compiled code, it needs no Python object and no GIL.
 _pread: Any = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 class FileRows:
@@ -73,7 +64,7 @@ class FileRows:
         self._file.close()
 
 
-@_kernel
+@kernel
 def read_rows(file: int, begin: int, row_bytes: int, node: np.ndarray, at: np.ndarray, out: np.ndarray) -> int:
     """Read rows from a file into `out`; return the first row that could not be read whole, or -1."""
     stride = out.strides[0]
@@ -87,27 +78,3 @@ def read_rows(file: int, begin: int, row_bytes: int, node: np.ndarray, at: np.nd
                 return row
             done += count
     return -1
-
-
-@_kernel
-def copy_rows(source: np.ndarray, index: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
-    """`out[at[i]] = source[index[at[i]]]`, with rows prefetched ahead of their use."""
-    width = np.uint64(source.shape[1])
-    from_flat, to_flat = source.reshape(-1), out.reshape(-1)
-    count = np.uint64(len(at))
-    for i in range(count):
-        if i + np.uint64(_AHEAD) < count:
-            ahead = np.uint64(index[at[i + np.uint64(_AHEAD)]]) * width
-            for j in range(np.uint64(0), width, np.uint64(_LINE)):
-                prefetch(from_flat, ahead + j)
-        begin, into = np.uint64(index[at[i]]) * width, np.uint64(at[i]) * width
-        for j in range(width):
-            to_flat[into + j] = from_flat[begin + j]
-
-
-@_kernel
-def put_rows(source: np.ndarray, at: np.ndarray, slot: np.ndarray, out: np.ndarray) -> None:
-    """`out[slot[i]] = source[at[i]]`."""
-    for i in range(len(at)):
-        for j in range(source.shape[1]):
-            out[slot[i], j] = source[at[i], j]

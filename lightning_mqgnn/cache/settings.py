@@ -36,12 +36,6 @@ class CacheSettings:
     redraw_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("resample_every", "redraw_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: give an integer")
-            if value < 1:
-                raise ValueError(f"{name}={value}: give 1 to do it in each epoch, or more")
         for name in ("subgraph_cache", "feature_cache"):
             num_bytes(name, getattr(self, name), 0)
         if self.feature_policy not in POLICIES:
@@ -50,12 +44,12 @@ class CacheSettings:
             raise TypeError(f"cache_bias={self.cache_bias!r}: give a number, 1 for no preference")
         if not 1 <= self.cache_bias < float("inf"):
             raise ValueError(f"cache_bias={self.cache_bias}: give a number of at least 1, which means no preference")
-        if self.cache_bias > 1 and self.feature_policy != "degree":
+        if self.is_biased and self.feature_policy != "degree":
             raise ValueError(
                 f"cache_bias={self.cache_bias} with feature_policy={self.feature_policy!r}: sampling prefers nodes "
                 "that stay in the cache, so give feature_policy='degree'"
             )
-        if self.cache_bias > 1 and not self.feature_bytes(1 << 40, 1):
+        if self.is_biased and not self.feature_bytes(1 << 40, 1):
             raise ValueError(
                 f"cache_bias={self.cache_bias} with feature_cache={self.feature_cache!r}: there are no cached nodes to "
                 "prefer, so give feature_cache a size"

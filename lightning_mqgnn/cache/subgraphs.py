@@ -58,21 +58,12 @@ class SubgraphCache:
         """Return what was sampled as global batch `batch` of `epoch`; None if it is not kept."""
         topology = self._store.topology
         with self._lock:
-            kept = self._splits.get(split)
-            entry = kept.entries.get(batch) if kept is not None and kept.epoch == epoch else None
-            buffer = None
-            if kept is not None and entry is not None:
-                buffer = kept.spill.read(entry) if entry.buffer is None and kept.spill is not None else entry.buffer
-                assert buffer is not None
-                if not _is_up_to_date(entry, buffer, self._store):
-                    self._nbytes -= entry.nbytes
-                    del kept.entries[batch]
-                    entry = None
-            if entry is None or buffer is None:
+            found = self._find(split, epoch, batch)
+            if found is None:
                 self._misses += 1
                 return None
             self._hits += 1
-        return _unpack(entry, buffer, topology)
+        return _unpack(*found, topology)
 
     def put(self, split: str, epoch: int, batch: int, subgraph: SampledSubgraph) -> bool:
         """Keep a subgraph if there is room, and let go of those of the split's earlier epochs; say if it is kept."""
@@ -109,6 +100,18 @@ class SubgraphCache:
         with self._lock:
             for split in list(self._splits):
                 self._let_go(split)
+
+    def _find(self, split: str, epoch: int, batch: int) -> "tuple[_Entry, np.ndarray] | None":
+        kept = self._splits.get(split)
+        if kept is None or kept.epoch != epoch or batch not in kept.entries:
+            return None
+        entry = kept.entries[batch]
+        buffer = kept.read(entry)
+        if not _is_up_to_date(entry, buffer, self._store):
+            self._nbytes -= entry.nbytes
+            del kept.entries[batch]
+            return None
+        return entry, buffer
 
     def _let_go(self, split: str) -> None:
         kept = self._splits.pop(split)
@@ -185,6 +188,12 @@ class _Split:
         self.epoch = epoch
         self.entries: dict[int, _Entry] = {}
         self.spill: _SpillFile | None = None
+
+    def read(self, entry: _Entry) -> np.ndarray:
+        if entry.buffer is not None:
+            return entry.buffer
+        assert self.spill is not None
+        return self.spill.read(entry)
 
 
 class _SpillFile:

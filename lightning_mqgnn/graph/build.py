@@ -6,11 +6,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numba
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from lightning_mqgnn.compiled import kernel
 from lightning_mqgnn.graph.files import describe, id_dtype, new_folder
 from lightning_mqgnn.graph.store import GraphStore
 
@@ -213,7 +213,8 @@ def _place(
             edge_id.write(numbers)
 
 
-def _count_edges(source: np.ndarray, destination: np.ndarray, in_degree: np.ndarray) -> int:
+@kernel
+def count_edges(source: np.ndarray, destination: np.ndarray, in_degree: np.ndarray) -> int:
     """Add to `in_degree`; return the place of the first edge that is out of range, or -1."""
     num_nodes = len(in_degree)
     for i in range(len(source)):
@@ -223,7 +224,8 @@ def _count_edges(source: np.ndarray, destination: np.ndarray, in_degree: np.ndar
     return -1
 
 
-def _place_edges(
+@kernel
+def place_edges(
     source: np.ndarray,
     destination: np.ndarray,
     first: int,
@@ -240,7 +242,3 @@ def _place_edges(
             sources[place] = source[i]
             numbers[place] = first + i
             cursor[node] = place + 1
-
-
-count_edges: Any = numba.njit(nogil=True, cache=True)(_count_edges)
-place_edges: Any = numba.njit(nogil=True, cache=True)(_place_edges)

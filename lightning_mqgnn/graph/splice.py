@@ -1,13 +1,12 @@
 """Edges spliced into the arrays of a graph, in one pass over them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mqgnn.compiled import kernel
 from lightning_mqgnn.graph.memory import empty_in_huge_pages, use_huge_pages
 
 _SPARE = 8  # room for more edges, as a part of those that are there
@@ -134,11 +133,7 @@ def _places(colptr: np.ndarray, row: np.ndarray, pairs: np.ndarray) -> np.ndarra
     return places[:count]
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-
-
-@_kernel
+@kernel
 def _find(
     colptr: np.ndarray,
     row: np.ndarray,
@@ -177,7 +172,7 @@ def _find(
     return count
 
 
-@_kernel
+@kernel
 def _shift(colptr: np.ndarray, gone: np.ndarray, destination: np.ndarray, out: np.ndarray) -> None:
     """Write `colptr` without the edges at the places `gone`, and with edges into `destination`; both ascend."""
     lost = 0
@@ -190,7 +185,7 @@ def _shift(colptr: np.ndarray, gone: np.ndarray, destination: np.ndarray, out: n
         out[node] = colptr[node] - lost + won
 
 
-@_kernel
+@kernel
 def _append(old: np.ndarray, begin: int, stop: int, out: np.ndarray, end: int) -> int:
     """Copy `old[begin:stop]` to `out[end:]` and return where it ends; a slice would cost more than most such runs."""
     shift = np.uint64(end) - np.uint64(begin)
@@ -199,7 +194,7 @@ def _append(old: np.ndarray, begin: int, stop: int, out: np.ndarray, end: int) -
     return end + stop - begin
 
 
-@_kernel
+@kernel
 def _splice(old: np.ndarray, gone: np.ndarray, before: np.ndarray, new: np.ndarray, out: np.ndarray) -> None:
     """Write `old` without the entries at `gone`, and with `new[i]` before the entry at `before[i]`; both ascend.
 

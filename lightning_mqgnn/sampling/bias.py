@@ -1,6 +1,5 @@
 """CacheBias: the nodes that neighbour sampling prefers, because their features are kept near the consumer."""
 
-import hashlib
 import math
 import threading
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ import numpy as np
 
 from lightning_mqgnn.graph import GraphStore
 from lightning_mqgnn.graph.store import Topology
+from lightning_mqgnn.plan import random_key
 from lightning_mqgnn.sampling import kernels
 
 _KEPT_DRAWS = 2  # the next epoch is sampled while this one trains
@@ -119,11 +119,9 @@ class CacheBias:
         num_nodes = len(colptr) - 1
         if topology.version not in self._out_degree:
             self._out_degree.clear()
-            self._out_degree[topology.version] = np.zeros(num_nodes, colptr.dtype)
-            kernels.count_sources(row, self._out_degree[topology.version])
+            self._out_degree[topology.version] = out_degrees(topology)
         out_degree = self._out_degree[topology.version]
-        text = repr((int(self.seed), "cache set", number)).encode()
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        key = random_key(self.seed, "cache set", number)
         # Each node comes at an exponential time, the sooner the larger its degree; the first ones are the set.
         time = np.random.Generator(np.random.Philox(key=key)).standard_exponential(num_nodes)
         time /= np.maximum(out_degree, _NEVER)
@@ -139,3 +137,10 @@ class CacheBias:
 
     def __reduce__(self) -> Any:  # the lock does not travel, and the sets can be drawn anywhere
         return CacheBias, (self.store, self.num_cached, self.bias, self.seed, self.redraw_every)
+
+
+def out_degrees(topology: Topology) -> np.ndarray:
+    """(nodes,) how many edges begin in each node, in the dtype of `colptr`."""
+    counts = np.zeros(len(topology.colptr) - 1, topology.colptr.numpy().dtype)
+    kernels.count_sources(topology.row.numpy(), counts)
+    return counts

@@ -9,15 +9,12 @@ Indices that come from arrays are made unsigned: numba would look at each signed
 Compiled code is kept on disk beside this file (numba's cache), once per machine and combination of dtypes.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from lightning_mqgnn.compiled import kernel, prefetch
 
 _BLOCK = 64  # frontier nodes handled per pass: their edges stay in the L1 cache between the passes
 _AHEAD = 16  # rows between a prefetch and its use
@@ -25,33 +22,7 @@ _ENTRIES_AHEAD = 32  # the same for single entries
 _CACHE_LINE = 64  # bytes
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-
-
-def _compile_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of `array[index]` (one-dimensional, contiguous) without waiting for it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
-        byte_pointer = ir.IntType(8).as_pointer()
-        int32 = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]), "llvm.prefetch.p0"
-        )
-        address = builder.bitcast(builder.gep(data, [offset]), byte_pointer)
-        # To the L2 cache: a core has many more misses under way to there than to L1.
-        builder.call(function, [address, int32(0), int32(2), int32(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
-prefetch: Any = intrinsic(_compile_prefetch)
-
-
-@_kernel
+@kernel
 def mix64(value: np.uint64) -> np.uint64:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits that scatters near inputs."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -60,14 +31,14 @@ def mix64(value: np.uint64) -> np.uint64:
     return scattered
 
 
-@_kernel
+@kernel
 def _below(state: np.uint64, bound: np.int64) -> np.int64:
     """A uniform integer in [0, bound) from a random state; the bias is below bound / 2**32."""
     scaled: np.int64 = np.int64(((mix64(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
     return scaled
 
 
-@_kernel
+@kernel
 def _draw(
     state: np.uint64, start: np.int64, degree: np.int64, count: np.int64, replace: bool, out: np.ndarray, at: np.int64
 ) -> None:
@@ -111,14 +82,14 @@ def _draw(
                 found += 1
 
 
-@_kernel
+@kernel
 def _chance(state: np.uint64, probability: float) -> np.int64:
     """1 with `probability`, else 0, from a random state."""
     happens: np.int64 = np.int64(np.float64(mix64(state) >> np.uint64(11)) * 2.0**-53 < probability)
     return happens
 
 
-@_kernel
+@kernel
 def _skip(position: np.ndarray, first: np.int64, length: np.int64, start: np.int64, rank: np.int64) -> np.int64:
     """The `rank`-th number from `start` on that is not among the ascending `position[first : first + length]`.
 
@@ -134,7 +105,7 @@ def _skip(position: np.ndarray, first: np.int64, length: np.int64, start: np.int
     return skipped
 
 
-@_kernel
+@kernel
 def _draw_biased(
     state: np.uint64,
     start: np.int64,
@@ -187,7 +158,7 @@ def _draw_biased(
         out_weight[i] = count * num_rest / (degree * rest)
 
 
-@_kernel
+@kernel
 def sample_neighbors(
     colptr: np.ndarray,
     row: np.ndarray,
@@ -312,7 +283,7 @@ def sample_neighbors(
     return True
 
 
-@_kernel
+@kernel
 def count_sources(row: np.ndarray, out: np.ndarray) -> None:
     """Add to `out[u]` how often node `u` is the source of an edge. Cost: a random entry of `out` per edge."""
     num_edges = np.uint64(len(row))
@@ -322,7 +293,7 @@ def count_sources(row: np.ndarray, out: np.ndarray) -> None:
         out[np.uint64(row[i])] += 1
 
 
-@_kernel
+@kernel
 def find_edges_from(
     chosen: np.ndarray, colptr: np.ndarray, row: np.ndarray, out_ptr: np.ndarray, out_position: np.ndarray
 ) -> None:
@@ -345,7 +316,7 @@ def find_edges_from(
     out_ptr[len(colptr) - 1] = found
 
 
-@_kernel
+@kernel
 def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     """`out[i] = source[index[i]]` for two-dimensional, contiguous arrays; rows are prefetched ahead of their use.
 
@@ -367,7 +338,26 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
             to_flat[into + j] = from_flat[begin + j]
 
 
-@_kernel
+@kernel
+def copy_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray, into: np.ndarray) -> None:
+    """`out[into[i]] = source[index[i]]` for two-dimensional, contiguous arrays, prefetched like `gather_rows`."""
+    width = np.uint64(source.shape[1])
+    step = np.uint64(max(1, _CACHE_LINE // source.itemsize))
+    from_flat = source.reshape(-1)
+    to_flat = out.reshape(-1)
+    num_rows = np.uint64(len(index))
+    for i in range(num_rows):
+        if i + np.uint64(_AHEAD) < num_rows:
+            ahead = np.uint64(index[i + np.uint64(_AHEAD)]) * width
+            for j in range(np.uint64(0), width, step):
+                prefetch(from_flat, ahead + j)
+        begin = np.uint64(index[i]) * width
+        to = np.uint64(into[i]) * width
+        for j in range(width):
+            to_flat[to + j] = from_flat[begin + j]
+
+
+@kernel
 def gather_entries(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     """`out[i] = source[index[i]]` for one-dimensional arrays, widened to the dtype of `out`."""
     num_entries = np.uint64(len(index))
@@ -377,7 +367,7 @@ def gather_entries(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> No
         out[i] = source[np.uint64(index[i])]
 
 
-@_kernel
+@kernel
 def expand_edges(colptr: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
     """Write a block's edges as `out[0]` (source) and `out[1]` (destination) from its `colptr` and `row`."""
     for i in range(len(colptr) - 1):
@@ -386,8 +376,8 @@ def expand_edges(colptr: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
             out[1, j] = i
 
 
-def compiled_before(kernel: Any) -> bool:
-    """Whether the disk cache holds code for `kernel` that is newer than this file."""
-    folder = Path(kernel.stats.cache_path)
-    written = [path.stat().st_mtime for path in folder.glob(f"{Path(__file__).stem}.{kernel.py_func.__name__}-*.nbi")]
+def compiled_before(loop: Any) -> bool:
+    """Whether the disk cache holds code for `loop` that is newer than this file."""
+    folder = Path(loop.stats.cache_path)
+    written = [path.stat().st_mtime for path in folder.glob(f"{Path(__file__).stem}.{loop.py_func.__name__}-*.nbi")]
     return bool(written) and max(written) >= Path(__file__).stat().st_mtime
