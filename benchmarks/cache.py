@@ -1,33 +1,38 @@
 """What the caches give: hit rates and bytes of each policy at each size, and the time of an epoch.
 
 python benchmarks/cache.py hits synthetic GRAPH.npz GRAPH.npz --png docs/cache.png --json cache.json
-python benchmarks/cache.py time
+python benchmarks/cache.py time FOLDER
 python benchmarks/cache.py disk FOLDER
+python benchmarks/cache.py memory FOLDER
 
 `hits`: sizes in per cent of the graph's nodes. Policies are measured in the second epoch, after the first has filled
 the cache. "optimal" knows the whole epoch, "optimal, 16" sixteen batches at a time.
 `time`: CPU ms per batch of an epoch of training batches, without any compute, for several settings in turn; and the
 memory that they take.
-`disk`: a graph is built in FOLDER, whose features are dropped from the page cache before each epoch.
+`disk`: a graph is built in FOLDER and trained from there with less memory than its features need: as root, each run is
+in a control group (version 1) whose memory, the page cache included, is limited.
+`memory`: the largest private memory of runs with and without the caches.
 """
 
 import argparse
-import gc
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from large_graph import private_bytes
+from large_graph import watched
 
 from lightning_mqgnn import FeatureCache, GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
 from lightning_mqgnn.buffers import BufferPool
+from lightning_mqgnn.cache.budget import num_bytes
 from lightning_mqgnn.cache.features import Access, AccessPlanner
 from lightning_mqgnn.plan import EpochPlan
 
@@ -132,6 +137,7 @@ def measure_time(arguments: argparse.Namespace) -> None:
         "resample_every=2": {"resample_every": 2, "subgraph_cache": "1GiB"},
         "resample_every=4": {"resample_every": 4, "subgraph_cache": "1GiB"},
         "resample_every=4, a tenth": {"resample_every": 4},
+        "resample_every=4, spilled": {"resample_every": 4, "spill_path": arguments.folder},
     }
     modules = {
         name: MQGNNDataModule(store, torch.arange(102_400), num_neighbors=[15, 10], batch_size=1024, **fields)
@@ -156,46 +162,108 @@ def measure_time(arguments: argparse.Namespace) -> None:
         print(f"| {name} | {median(spent[name]):.1f} | {mean_sampling:.2f} | {found} | {held} |")
 
 
+def save_graph(folder: Path, num_nodes: int, num_features: int) -> Path:
+    """Save a graph with half-precision features; they are written in pieces, and left out of the page cache."""
+    path = folder / "cache-benchmark"
+    shutil.rmtree(path, ignore_errors=True)
+    data = synthetic_graph(num_nodes, 10 * num_nodes, num_features=2)
+    data.x = torch.zeros(num_nodes, num_features, dtype=torch.half)
+    GraphStore.from_data(data).save(path)
+    x = np.load(path / "node.x.npy", mmap_mode="r+")
+    generator = np.random.default_rng(0)
+    for begin in range(0, num_nodes, 100_000):
+        x[begin : begin + 100_000] = generator.standard_normal(x[begin : begin + 100_000].shape, np.float32)
+    x.flush()
+    del x
+    drop_from_page_cache(path / "node.x.npy")
+    return path
+
+
+@contextmanager
+def memory_limit(size: str) -> Iterator[Path | None]:
+    """A control group with so much memory; its file of processes, None if there can't be one."""
+    group = Path("/sys/fs/cgroup/memory/mqgnn-benchmark")
+    try:
+        group.mkdir(exist_ok=True)
+        (group / "memory.limit_in_bytes").write_text(str(num_bytes("--memory", size, 0)))
+    except OSError as error:
+        print(f"no limit of memory: {error}\n")
+        yield None
+        return
+    try:
+        yield group / "cgroup.procs"
+    finally:
+        group.rmdir()
+
+
+def train_from_disk(
+    path: Path, group: Path | None, epochs: int, settings: dict[str, Any]
+) -> tuple[list[float], float, Any, list[float]]:
+    """Go through epochs; return seconds of each, seconds of CPU, what the cache did and MB read from the disk."""
+    if group is not None:
+        group.write_text(str(os.getpid()))
+    num_nodes = GraphStore.open(path).num_nodes
+    module = MQGNNDataModule(
+        path, torch.arange(0, num_nodes, num_nodes // 50_000), num_neighbors=[15, 10], batch_size=1024, **settings
+    )
+    module.setup()
+    seconds, read, cpu = [], [], time.process_time()
+    for _ in range(epochs):
+        began, before = time.perf_counter(), bytes_read()
+        for _ in module.train_dataloader():
+            pass
+        seconds.append(time.perf_counter() - began)
+        read.append((bytes_read() - before) / 1e6)
+    cpu = time.process_time() - cpu
+    report = module.feature_report()
+    module.teardown()
+    return seconds, cpu, report, read
+
+
+def bytes_read() -> int:
+    """Bytes that the disk gave to this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
 def measure_disk(arguments: argparse.Namespace) -> None:
     """Print the time and the bytes of an epoch whose features are on the disk."""
-    folder = arguments.folder / "cache-benchmark"
-    shutil.rmtree(folder, ignore_errors=True)
-    generator = torch.Generator().manual_seed(0)
-    data = synthetic_graph(arguments.nodes, 10 * arguments.nodes, num_features=2)
-    data.x = torch.randn(arguments.nodes, 128, generator=generator).half()
-    GraphStore.from_data(data).save(folder)
-    del data
-    gc.collect()
-    size = (folder / "node.x.npy").stat().st_size
-    print(f"{arguments.nodes} nodes, features of {size / 1e6:.0f} MB, cache of {arguments.budget}\n")
-    print("| policy | s per epoch: each | hits | MB read | private MiB |\n|" + " --- |" * 5)
-    for policy in ("none", "lru", "degree", "frequency", "optimal"):
-        module = MQGNNDataModule(
-            folder,
-            torch.arange(0, arguments.nodes, arguments.nodes // 50_000),
-            num_neighbors=[15, 10],
-            batch_size=1024,
-            feature_cache=arguments.budget,
-            feature_policy=policy,
-            subgraph_cache="128MiB",
-        )
-        module.setup()
-        seconds = []
-        for _ in range(arguments.epochs):
-            drop_from_page_cache(folder / "node.x.npy")
-            began = time.perf_counter()
-            for _ in module.train_dataloader():
-                pass
-            seconds.append(time.perf_counter() - began)
-        report = module.feature_report()
-        hits = f"{100 * report.hit_rate:.1f} %" if report else "-"
-        moved = f"{report.bytes_moved / 1e6:.0f}" if report else "-"
-        private = private_bytes(os.getpid()) / 2**20
-        print(f"| {policy} | {', '.join(f'{s:.1f}' for s in seconds)} | {hits} | {moved} | {private:.0f} |", flush=True)
-        module.teardown()
-        del module
-        gc.collect()
-    shutil.rmtree(folder)
+    path = save_graph(arguments.folder, arguments.nodes, arguments.features)
+    size = (path / "node.x.npy").stat().st_size
+    print(f"{arguments.nodes} nodes, features of {size / 1e6:.0f} MB, {arguments.memory} of memory\n")
+    print("| features | s per epoch: each | CPU s per epoch | hits | MB read per epoch: each | private MiB |")
+    print("|" + " --- |" * 6)
+    runs: dict[str, dict[str, Any]] = {"mapped": {}}
+    for policy in ("lru", "degree", "frequency", "optimal"):
+        runs[policy] = {"feature_cache": arguments.budget, "feature_policy": policy, "subgraph_cache": "128MiB"}
+    with memory_limit(arguments.memory) as group:
+        for name, settings in runs.items():
+            (seconds, cpu, report, read), _, private = watched(train_from_disk, path, group, arguments.epochs, settings)
+            hits = f"{100 * report.hit_rate:.1f} %" if report else "-"
+            each, megabytes = ", ".join(f"{s:.1f}" for s in seconds), ", ".join(f"{r:.0f}" for r in read)
+            print(
+                f"| {name} | {each} | {cpu / arguments.epochs:.1f} | {hits} | {megabytes} | {private / 2**20:.0f} |",
+                flush=True,
+            )
+    shutil.rmtree(path)
+
+
+def measure_memory(arguments: argparse.Namespace) -> None:
+    """Print the largest private memory of runs whose budgets are given, and what it is above a run without caches."""
+    path = save_graph(arguments.folder, arguments.nodes, arguments.features)
+    runs: dict[str, dict[str, Any]] = {
+        "none": {"subgraph_cache": 0},
+        "subgraph_cache": {"subgraph_cache": arguments.budget, "resample_every": 4},
+        "feature_cache": {"subgraph_cache": 0, "feature_cache": arguments.budget, "feature_policy": "degree"},
+        "feature_cache, optimal": {"subgraph_cache": "32MiB", "feature_cache": arguments.budget},
+    }
+    print(f"budget {arguments.budget}\n\n| budget of | largest private MiB | above none |\n|" + " --- |" * 3)
+    least = 0
+    for name, settings in runs.items():
+        _, _, private = watched(train_from_disk, path, None, arguments.epochs, settings)
+        least = least or private
+        print(f"| {name} | {private / 2**20:.0f} | {(private - least) / 2**20:.0f} |", flush=True)
+    shutil.rmtree(path)
 
 
 def drop_from_page_cache(file: Path) -> None:
@@ -206,7 +274,7 @@ def drop_from_page_cache(file: Path) -> None:
 
 
 def main() -> None:
-    """Measure one of the three."""
+    """Measure one of the four."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(required=True)
     hits = what.add_parser("hits")
@@ -217,14 +285,19 @@ def main() -> None:
     hits.add_argument("--png", type=Path)
     hits.set_defaults(measure=measure_hits)
     times = what.add_parser("time")
+    times.add_argument("folder", type=Path, help="for temporary files")
     times.add_argument("--epochs", type=int, default=8)
     times.set_defaults(measure=measure_time)
-    disk = what.add_parser("disk")
-    disk.add_argument("folder", type=Path)
-    disk.add_argument("--nodes", type=int, default=4_000_000)
-    disk.add_argument("--budget", default="256MiB")
-    disk.add_argument("--epochs", type=int, default=2)
-    disk.set_defaults(measure=measure_disk)
+    for name, measure in (("disk", measure_disk), ("memory", measure_memory)):
+        disk = what.add_parser(name)
+        disk.add_argument("folder", type=Path)
+        disk.add_argument("--nodes", type=int, default=4_000_000)
+        disk.add_argument("--features", type=int, default=512 if name == "disk" else 128)
+        disk.add_argument("--budget", default="512MiB" if name == "disk" else "256MiB")
+        disk.add_argument("--epochs", type=int, default=2 if name == "disk" else 4)
+        disk.set_defaults(measure=measure)
+        if name == "disk":
+            disk.add_argument("--memory", default="3GiB", help="of each run, page cache included")
     arguments = parser.parse_args()
     arguments.measure(arguments)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_mqgnn.compiled import kernel
 from lightning_mqgnn.graph import GraphStore
 from lightning_mqgnn.graph.store import Topology
 from lightning_mqgnn.sampling import SampledSubgraph
@@ -31,9 +32,10 @@ class SubgraphCounts(NamedTuple):
 class SubgraphCache:
     """Keeps the sampled subgraphs of one epoch per split, for the epochs that have the same batches.
 
-    An entry holds node ids, in-degrees, local ids of sources and, for each edge, its place among the incoming edges of
-    its node, each in the narrowest dtype that fits. As places count from the beginning of a node's own edges, an entry
-    outlives an update of the graph that changes none of its columns; another one is dropped when it is asked for.
+    An entry holds node ids, in-degrees and, for each edge, its place among the incoming edges of its node and whether
+    its source was new to the block: such a one has the next local id, so only the other edges' are kept. All numbers
+    are in the narrowest dtype that fits. As places count from the beginning of a node's own edges, an entry outlives an
+    update of the graph that changes none of its columns; another one is dropped when it is asked for.
 
     What exceeds the budget is not kept, or is written to a file. An entry is whole or not there, so a pass that is cut
     off leaves nothing behind that a later one could take for an epoch.
@@ -70,6 +72,10 @@ class SubgraphCache:
         topology = self._store.topology
         if subgraph.version != topology.version:
             return False
+        with self._lock:
+            kept = self._splits.get(split)
+            if kept is not None and kept.is_full and kept.epoch >= epoch:
+                return False
         entry = _pack(subgraph, topology)
         with self._lock:
             kept = self._splits.get(split)
@@ -83,6 +89,7 @@ class SubgraphCache:
             if batch in kept.entries:  # another thread sampled it too
                 return True
             if self._nbytes + entry.nbytes > self._budget and not self._spills(kept, entry):
+                kept.is_full = True
                 return False
             self._nbytes += entry.nbytes
             kept.entries[batch] = entry
@@ -110,6 +117,7 @@ class SubgraphCache:
         if not _is_up_to_date(entry, buffer, self._store):
             self._nbytes -= entry.nbytes
             del kept.entries[batch]
+            kept.is_full = False
             return None
         return entry, buffer
 
@@ -155,7 +163,7 @@ class _Part(NamedTuple):
 
 
 class _Entry:
-    """A packed subgraph: node ids, importance weights, input ids, sources, places and in-degrees in one buffer."""
+    """A packed subgraph in one buffer; `_pack` says of what."""
 
     __slots__ = ("buffer", "num_sampled_edges", "num_sampled_nodes", "offset", "parts", "version")
 
@@ -187,6 +195,7 @@ class _Split:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.entries: dict[int, _Entry] = {}
+        self.is_full = False  # then packing another subgraph is lost work
         self.spill: _SpillFile | None = None
 
     def read(self, entry: _Entry) -> np.ndarray:
@@ -227,21 +236,26 @@ def _pack(subgraph: SampledSubgraph, topology: Topology) -> _Entry:
     begin = topology.colptr.numpy()[subgraph.node[: len(in_degree)]]
     weight = np.zeros(0, np.float32) if subgraph.edge_weight is None else subgraph.edge_weight
     place = subgraph.position - np.repeat(begin, in_degree)
-    narrow = [_narrow(array) for array in (subgraph.input_id, subgraph.row, place, in_degree)]
-    return _Entry(subgraph, [subgraph.node, weight, *narrow])
+    is_new, known = np.empty(len(subgraph.row), np.uint8), np.zeros(len(subgraph.row) + 1, np.int32)
+    known = known[: split_sources(subgraph.row, subgraph.num_seeds, is_new, known) + 1]  # one more: no branch reads it
+    narrow = [_narrow(array) for array in (subgraph.input_id, known, place, in_degree)]
+    return _Entry(subgraph, [subgraph.node, weight, np.packbits(is_new), *narrow])
 
 
 def _unpack(entry: _Entry, buffer: np.ndarray, topology: Topology) -> SampledSubgraph:
-    node, weight, input_id, row, place, in_degree = entry.arrays(buffer)
+    node, weight, is_new, input_id, known, place, in_degree = entry.arrays(buffer)
     colptr = np.zeros(len(in_degree) + 1, np.int32)
     np.cumsum(in_degree, out=colptr[1:])
     begin = topology.colptr.numpy()[node[: len(in_degree)]]
     position = np.repeat(begin, in_degree)
     position += place
+    row = np.empty(len(place), np.int32)
+    is_new = np.unpackbits(is_new, count=len(place))
+    join_sources(is_new, known.astype(np.int32, copy=False), entry.num_sampled_nodes[0], row)
     return SampledSubgraph(
         node=node,
         colptr=colptr,
-        row=row.astype(np.int32),
+        row=row,
         position=position,
         num_sampled_nodes=entry.num_sampled_nodes,
         num_sampled_edges=entry.num_sampled_edges,
@@ -249,6 +263,30 @@ def _unpack(entry: _Entry, buffer: np.ndarray, topology: Topology) -> SampledSub
         version=entry.version,
         edge_weight=weight if len(weight) else None,
     )
+
+
+@kernel
+def split_sources(row: np.ndarray, num_seeds: int, is_new: np.ndarray, known: np.ndarray) -> int:
+    """Mark the edges whose sources were new, and so got the next local id; write down the others', return how many."""
+    num_known, num_nodes = 0, num_seeds
+    for edge in range(len(row)):
+        new = row[edge] == num_nodes
+        is_new[edge] = new
+        known[num_known] = row[edge]
+        num_nodes += new
+        num_known += not new
+    return num_known
+
+
+@kernel
+def join_sources(is_new: np.ndarray, known: np.ndarray, num_seeds: int, row: np.ndarray) -> None:
+    """Undo `split_sources`."""
+    num_known, num_nodes = 0, num_seeds
+    for edge in range(len(row)):
+        new = np.int64(is_new[edge])
+        row[edge] = known[num_known] + new * (num_nodes - known[num_known])
+        num_nodes += new
+        num_known += 1 - new
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
