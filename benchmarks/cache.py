@@ -204,7 +204,7 @@ def train_from_disk(
         group.write_text(str(os.getpid()))
     num_nodes = GraphStore.open(path).num_nodes
     module = MQGNNDataModule(
-        path, torch.arange(0, num_nodes, num_nodes // 50_000), num_neighbors=[15, 10], batch_size=1024, **settings
+        path, torch.arange(0, num_nodes, num_nodes // 10_000), num_neighbors=[15, 10], batch_size=1024, **settings
     )
     module.setup()
     seconds, read, cpu = [], [], time.process_time()

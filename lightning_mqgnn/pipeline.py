@@ -5,9 +5,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_mqgnn.queues import QueueClosed, StageQueue
 
@@ -43,13 +44,29 @@ class Stage:
     together: Callable[[list[Any]], list[Any]] | None = None
 
 
-class StageClock:
-    """Where the time of one stage went, in seconds, and how many items it finished; of one thread or of several."""
+class Observer(Protocol):
+    """Is told of each item that a stage has worked on, in the thread that did it; must be quick and safe to share."""
 
-    __slots__ = ("busy", "items", "wait_for_input", "wait_for_room")
+    def __call__(self, stage: str, number: int, began: float, ended: float, item: Any, /) -> object:
+        """Take note; `began` and `ended` are times of `time.perf_counter`, `item` is what the stage made."""
+
+
+class StageClock:
+    """Where the time of one stage went, in seconds, and how many items it finished; of one thread or of several.
+
+    Attributes:
+        busy: Spent in the stage's work.
+        cpu: Of that, on a processor; the rest was spent waiting, for a disk, another thread or a turn.
+        wait_for_input: Spent waiting for the stage before.
+        wait_for_room: Spent waiting for room in the queue behind it.
+        items: Finished so far.
+    """
+
+    __slots__ = ("busy", "cpu", "items", "wait_for_input", "wait_for_room")
 
     def __init__(self) -> None:
         self.busy = 0.0
+        self.cpu = 0.0
         self.wait_for_input = 0.0
         self.wait_for_room = 0.0
         self.items = 0
@@ -58,6 +75,13 @@ class StageClock:
         """Count `other` in."""
         for field in self.__slots__:
             setattr(self, field, getattr(self, field) + getattr(other, field))
+
+
+class QueueLevel(NamedTuple):
+    """Items in a queue, and how many it holds."""
+
+    depth: int
+    capacity: int
 
 
 class Pipeline(Iterator[Any]):
@@ -71,6 +95,7 @@ class Pipeline(Iterator[Any]):
         tasks: The items that go into the first stage. They may become more while the pipeline runs: each is asked for
             by its number, when the first stage is free for it. An IndexError says that there are no more, for good.
         stages: The stages, in the order in which items pass them.
+        observer: Told of each item that passed a stage.
 
     Attributes:
         num_yielded: Results that were yielded so far.
@@ -78,14 +103,16 @@ class Pipeline(Iterator[Any]):
         wait: Seconds that the consumer waited for results.
     """
 
-    def __init__(self, tasks: Tasks, stages: Sequence[Stage]) -> None:
+    def __init__(self, tasks: Tasks, stages: Sequence[Stage], observer: Observer | None = None) -> None:
         self._tasks = tasks
-        self._stages = stages
+        self._stages = list(stages)
+        self._observer = observer
         self.num_yielded = 0
         self.closed = False
         self.wait = 0.0
         self._clocks: dict[str, list[StageClock]] = {stage.name: [] for stage in stages}
         self._output: _Chain | None = None
+        self._crews: dict[str, _Crew] = {}
         self._stop: Callable[[], Any] | None = None
 
     def __next__(self) -> Any:
@@ -126,30 +153,56 @@ class Pipeline(Iterator[Any]):
                 totals[name].add(clock)
         return totals
 
+    def resize(self, stage: str, queue_size: int | None = None, threads: int | None = None) -> None:
+        """Change the size of the queue behind a stage, or its number of threads, before or while it runs.
+
+        No item is lost or comes out of turn. What becomes less does so as items leave the queue, and when a thread has
+        handed on what it has in hand.
+
+        Args:
+            stage: Name of a stage that has threads.
+            queue_size: 1 or more.
+            threads: 1 or more.
+
+        Raises:
+            ValueError: The stage is unknown or has no threads, or a number is below 1.
+        """
+        number = next((i for i, known in enumerate(self._stages) if known.name == stage and known.threads), None)
+        if number is None:
+            names = ", ".join(known.name for known in self._stages if known.threads)
+            raise ValueError(f"stage={stage!r}: give the name of a stage that has threads: {names or 'there is none'}")
+        old = self._stages[number]
+        new = replace(old, queue_size=queue_size or old.queue_size, threads=threads or old.threads)
+        for name, value in (("queue_size", queue_size), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
+        self._stages[number] = new
+        if stage in self._crews and not self.closed:
+            self._crews[stage].queue.capacity = new.queue_size
+            self._crews[stage].resize(new.threads)
+
+    def levels(self) -> dict[str, QueueLevel]:
+        """How full the queue behind each stage with threads is."""
+        return {name: QueueLevel(len(crew.queue), crew.queue.capacity) for name, crew in list(self._crews.items())}
+
     def _start(self) -> "_Chain":
         source: _Tasks | StageQueue[Any] = _Tasks(self._tasks, self._stages[0].group if self._stages else 1)
-        queues: list[StageQueue[Any]] = []
-        threads: list[threading.Thread] = []
         all_started = threading.Event()
         inline: list[Stage] = []
         for stage in self._stages:
             inline.append(stage)
             if stage.threads:
                 queue: StageQueue[Any] = StageQueue(stage.queue_size)
-                for i in range(stage.threads):
-                    chain = _Chain(source, inline, self._clocks, queue)
-                    name = f"mqgnn-{stage.name}-{i}"
-                    threads.append(
-                        threading.Thread(target=_run, args=(all_started, chain, queue), name=name, daemon=True)
-                    )
-                queues.append(queue)
+                make_chain = partial(_Chain, source, inline, self._clocks, self._observer, queue)
+                self._crews[stage.name] = _Crew(stage.name, make_chain, queue, all_started)
                 source, inline = queue, []
         # The threads know their queues but not the pipeline, so that dropping it ends them.
-        self._stop = weakref.finalize(self, _stop, all_started, queues, threads)
-        for thread in threads:
-            thread.start()
+        self._stop = weakref.finalize(self, _stop, all_started, list(self._crews.values()))
+        for stage in self._stages:
+            if stage.threads:
+                self._crews[stage.name].resize(stage.threads)
         all_started.set()
-        return _Chain(source, inline, self._clocks)
+        return _Chain(source, inline, self._clocks, self._observer)
 
 
 class _Tasks:
@@ -203,9 +256,11 @@ class _Chain:
         source: "_Tasks | StageQueue[Any]",
         stages: Sequence[Stage],
         clocks: dict[str, list[StageClock]],
+        observer: Observer | None,
         output: "StageQueue[Any] | None" = None,
     ) -> None:
         self._source = source
+        self._observer = observer
         self._stages = [(stage, StageClock()) for stage in stages]
         for stage, clock in self._stages:
             clocks[stage.name].append(clock)
@@ -218,6 +273,11 @@ class _Chain:
     @property
     def last_clock(self) -> StageClock:
         return self._stages[-1][1]
+
+    @property
+    def has_in_hand(self) -> bool:
+        """Whether there are items of the present group that were not handed on."""
+        return bool(self._done)
 
     def get(self) -> tuple[int, Any]:
         if self._groups is not None:
@@ -238,17 +298,18 @@ class _Chain:
         stage, clock = self._stages[0]
         if stage.together is None or any(isinstance(item, _Failure) for _, item in done):
             return done
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         try:
             items = stage.together([item for _, item in done])
         except BaseException as error:
             items = [_Failure(error)] * len(done)
         clock.busy += time.perf_counter() - began
+        clock.cpu += time.thread_time() - cpu
         return [(number, item) for (number, _), item in zip(done, items, strict=True)]
 
     def _work(self, number: int, item: Any, waited: float = 0.0) -> Any:
         for stage, clock in self._stages:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.thread_time()
             clock.wait_for_input, waited = clock.wait_for_input + waited, 0.0
             if not isinstance(item, _Failure):
                 try:
@@ -258,30 +319,79 @@ class _Chain:
                     item.exception.__cause__ = error
                 except BaseException as error:
                     item = _Failure(error)
-            clock.busy += time.perf_counter() - began
+            ended = time.perf_counter()
+            clock.busy += ended - began
+            clock.cpu += time.thread_time() - cpu
             clock.items += 1
+            if self._observer is not None and not isinstance(item, _Failure):
+                self._observer(stage.name, number, began, ended, item)
         return item
 
 
-def _run(all_started: threading.Event, chain: _Chain, queue: StageQueue[Any]) -> None:
-    all_started.wait()  # so a thread whose start Ctrl-C interrupts has not begun anything, and ends at once
-    clock = chain.last_clock
-    try:
-        while not queue.closed:
-            number, item = chain.get()
-            began = time.perf_counter()
-            queue.put(number, item)
-            clock.wait_for_room += time.perf_counter() - began
-            del item  # else it would be held here until the next one is ready
-    except QueueClosed:
-        pass
+class _Crew:
+    """The threads of one stage, whose number may change; it knows nothing of the pipeline."""
+
+    def __init__(
+        self, name: str, make_chain: Callable[[], _Chain], queue: StageQueue[Any], may_begin: threading.Event
+    ) -> None:
+        self.queue = queue
+        self._name = name
+        self._make_chain = make_chain
+        self._may_begin = may_begin
+        self._threads: list[threading.Thread] = []
+        self._wanted = 0
+        self._present = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def resize(self, threads: int) -> None:
+        """Start threads, or let some leave."""
+        with self._lock:
+            self._wanted = threads
+            while self._present < self._wanted and not self._closed:
+                name = f"mqgnn-{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=self._run, args=(self._make_chain(),), name=name, daemon=True)
+                self._threads.append(thread)
+                self._present += 1
+                thread.start()
+
+    def close(self) -> None:
+        """Tell the threads to end: each finishes the item that it has in hand."""
+        self._closed = True
+        self.queue.close()
+
+    def join(self) -> None:
+        """Wait for their end, after `close`."""
+        for thread in list(self._threads):
+            started = thread.ident is not None  # not all are if Ctrl-C came in between
+            if started and thread is not threading.current_thread():  # garbage collection may run in any thread
+                thread.join()
+
+    def _may_leave(self) -> bool:
+        if self._present <= self._wanted:
+            return False
+        with self._lock:
+            leaves = self._present > self._wanted
+            self._present -= leaves
+            return leaves
+
+    def _run(self, chain: _Chain) -> None:
+        self._may_begin.wait()  # so a thread whose start Ctrl-C interrupts has not begun anything, and ends at once
+        clock = chain.last_clock
+        try:
+            while not self.queue.closed and (chain.has_in_hand or not self._may_leave()):
+                number, item = chain.get()
+                began = time.perf_counter()
+                self.queue.put(number, item)
+                clock.wait_for_room += time.perf_counter() - began
+                del item  # else it would be held here until the next one is ready
+        except QueueClosed:
+            pass
 
 
-def _stop(all_started: threading.Event, queues: Sequence[StageQueue[Any]], threads: Sequence[threading.Thread]) -> None:
-    for queue in queues:
-        queue.close()
+def _stop(all_started: threading.Event, crews: Sequence[_Crew]) -> None:
+    for crew in crews:
+        crew.close()
     all_started.set()
-    for thread in threads:
-        started = thread.ident is not None  # not all are if Ctrl-C came in between
-        if started and thread is not threading.current_thread():  # garbage collection may run in any thread
-            thread.join()
+    for crew in crews:
+        crew.join()

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mqgnn.graph.memory import expect_random_reads
+
 _FORMAT = "lightning_mqgnn graph"
 _VERSION = 1
 _DESCRIPTION = "graph.json"
@@ -120,6 +122,7 @@ def _map(file: Path, dtype: str, shape: list[int]) -> Tensor:
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{str(file)!r} can't be read ({error}): save the graph again") from error
     tensor = torch.from_numpy(array)
+    expect_random_reads(tensor)
     if dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
     if tensor.dtype != getattr(torch, dtype, None) or list(tensor.shape) != shape:

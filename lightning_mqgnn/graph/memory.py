@@ -1,4 +1,4 @@
-"""What is asked of the system's memory: huge pages for large arrays, and to take back what is free."""
+"""What is asked of the system's memory: huge pages, no reading ahead, and to take back what is free."""
 
 import ctypes
 import logging
@@ -7,9 +7,12 @@ import sys
 import torch
 from torch import Tensor
 
+from lightning_mqgnn.probes import host_memory
+
 _log = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 * 2**20  # bytes, on x86-64 and most arm64 systems
+_MADV_RANDOM = 1
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1 and later
 
@@ -33,6 +36,17 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+def expect_random_reads(tensor: Tensor) -> None:
+    """Let a mapped file be read page by page, where it is larger than the memory that is left.
+
+    The system reads 32 pages at a fault, which is how a file gets into memory quickly; where it can't stay there, they
+    are read for nothing and push out those that are needed.
+    """
+    memory = host_memory()
+    if tensor.nbytes > memory.limit - memory.used:
+        _advise(tensor, _MADV_RANDOM)
+
+
 def _advise(tensor: Tensor, advice: int) -> None:
     if sys.platform != "linux":
         return
@@ -42,7 +56,7 @@ def _advise(tensor: Tensor, advice: int) -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice):
-        _log.debug("no huge pages for %d bytes: errno %d", end - begin, ctypes.get_errno())
+        _log.debug("madvise(%d) of %d bytes: errno %d", advice, end - begin, ctypes.get_errno())
 
 
 def give_back_free_memory() -> None:
