@@ -4,6 +4,7 @@ The way of the data: `plan` -> `sample` -> `fetch` -> `prepare` -> `transfer`, r
 together in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
 """
 
+from lightning_mqgnn.adaptive import AdaptiveQueueCallback
 from lightning_mqgnn.adjacency import trim_adj
 from lightning_mqgnn.cache import FeatureCache, SubgraphCache
 from lightning_mqgnn.datamodule import MQGNNDataModule
@@ -17,6 +18,7 @@ from lightning_mqgnn.strategy import MQGNNStrategy
 from lightning_mqgnn.synthetic import synthetic_graph
 
 __all__ = [
+    "AdaptiveQueueCallback",
     "CacheBias",
     "EpochPlan",
     "FeatureCache",

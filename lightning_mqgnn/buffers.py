@@ -2,10 +2,12 @@
 
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 _HEADROOM = 1.125  # batches vary in size: a buffer made a little larger serves the next ones too
 
@@ -24,10 +26,22 @@ class BufferPool:
     """
 
     def __init__(self, keep: int = 4, pin_memory: bool = False) -> None:
-        self._keep = keep
         self._pin_memory = pin_memory
-        self._free: dict[str, deque[np.ndarray]] = {}
+        self._free: dict[str, _Free] = {}
+        self._keep = keep
         self.allocations = 0
+
+    @property
+    def keep(self) -> int:
+        """How many free buffers of a name are kept. A smaller number gives back those that are too many at once."""
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: int) -> None:
+        self._keep = keep
+        for free in list(self._free.values()):
+            free.keep = keep
+            free.trim()
 
     def lend(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised, contiguous tensor out of the buffers of `name`."""
@@ -36,16 +50,16 @@ class BufferPool:
             nbytes *= size
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        free = self._free.setdefault(name, deque(maxlen=self._keep))
+        free = self._free.setdefault(name, _Free(self._keep))
         try:
-            buffer = free.pop()
+            buffer = free.buffers.pop()
         except IndexError:
             buffer = None
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._allocate(int(nbytes * _HEADROOM))
         # The tensor's storage holds this very array object and drops it when it is freed itself.
         loan = buffer[:nbytes]
-        weakref.finalize(loan, free.append, buffer).atexit = False
+        weakref.finalize(loan, free.take_back, buffer).atexit = False
         return torch.from_numpy(loan).view(dtype).view(shape)
 
     def _allocate(self, nbytes: int) -> np.ndarray:
@@ -54,6 +68,34 @@ class BufferPool:
             return np.empty(nbytes, np.uint8)  # NumPy asks for huge pages
         array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return array
+
+
+class _Free:
+    """The free buffers of one name. Loans refer to it and not to the pool, which may be gone before them."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self.buffers: deque[np.ndarray] = deque()
+
+    def take_back(self, buffer: np.ndarray) -> None:
+        if len(self.buffers) < self.keep:
+            self.buffers.append(buffer)
+
+    def trim(self) -> None:
+        with suppress(IndexError):  # another thread may take them at the same time
+            while len(self.buffers) > self.keep:
+                self.buffers.popleft()
+
+
+def num_bytes_of(batch: Data) -> int:
+    """Bytes of the tensors of a batch."""
+    return sum(_nbytes(value) for value in batch.to_dict().values() if isinstance(value, Tensor))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_csr:
+        return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    return tensor.nbytes
 
 
 def as_words(tensor: Tensor) -> np.ndarray:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
+from lightning_mqgnn.adaptive import AdaptiveQueueCallback
 from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.cache import FeatureCache, SubgraphCache
@@ -35,6 +36,7 @@ InputNodes = Tensor | np.ndarray | Sequence[int] | None
 
 _SPLITS = {"train": "fit", "val": "fit", "test": "test", "pred": "predict"}
 _EVAL_ARGUMENTS = ("num_neighbors", "batch_size", "replace", "edge_format")
+_INITIAL_QUEUE_SIZE = 2  # what "auto" begins with, and stays at without a Trainer
 _INSTEAD = {
     "num_workers": "threads do the work here, see sampling_threads and prepare_threads",
     "persistent_workers": "threads do the work here, and start in no time",
@@ -88,7 +90,8 @@ class MQGNNDataModule(LightningDataModule):
         sampling_threads: Threads that sample; with 0 the next stage's thread does.
         prepare_threads: Threads that gather features and make batches; with 0 the training thread does.
         queue_size: Finished items that may wait behind each stage; behind the sample stage as many as it samples at a
-            time, if that is more.
+            time, if that is more. "auto" begins with 2 and, under a Trainer, lets an `AdaptiveQueueCallback` change the
+            sizes and the numbers of threads while training runs.
         resample_every: Epochs of training that have the same batches, with the same sampled neighbourhoods, each in an
             order of its own: sampling is done in one of them, as far as `subgraph_cache` holds its result.
         subgraph_cache: Memory on each machine for sampled subgraphs: those that wait for their batch to be prepared,
@@ -132,7 +135,7 @@ class MQGNNDataModule(LightningDataModule):
         eval_loader_kwargs: Mapping[str, Any] | None = None,
         sampling_threads: int = 1,
         prepare_threads: int = 1,
-        queue_size: int = 2,
+        queue_size: int | Literal["auto"] = "auto",
         resample_every: int = 1,
         subgraph_cache: int | float | str = 0.1,
         spill_path: str | Path | None = None,
@@ -166,7 +169,10 @@ class MQGNNDataModule(LightningDataModule):
             check_edge_format(arguments["edge_format"])
         _check_int("sampling_threads", sampling_threads, least=0)
         _check_int("prepare_threads", prepare_threads, least=0)
-        _check_int("queue_size", queue_size, least=1)
+        if isinstance(queue_size, str) and queue_size != "auto":
+            raise ValueError(f"queue_size={queue_size!r}: give a number of batches, or 'auto'")
+        if queue_size != "auto":
+            _check_int("queue_size", queue_size, least=1)
         _check_int("resample_every", resample_every, least=1)
         _check_int("redraw_every", redraw_every, least=1)
         _check_int("seed", seed, least=0)
@@ -231,6 +237,10 @@ class MQGNNDataModule(LightningDataModule):
         for split, needed_by in _SPLITS.items():
             if split in self._seeds and stage in (needed_by, None):
                 self._loader(split)
+        if self._queue_size == "auto" and self.trainer is not None and stage == "fit":
+            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # it is a list
+            if not any(isinstance(callback, AdaptiveQueueCallback) for callback in callbacks):
+                callbacks.append(AdaptiveQueueCallback())
 
     def train_dataloader(self) -> MQGNNLoader:
         """The training batches of this rank, in a new order each epoch."""
@@ -401,14 +411,17 @@ class MQGNNDataModule(LightningDataModule):
         if self._sampling_threads and ahead:
             one = sample.draw(tasks_of(plan, rank, 0)[0])
             group = self._caching.group(ahead, self._sampling_threads, one.nbytes, plan.num_batches)
-        room = max(self._queue_size, group)
-        pool = BufferPool(keep=2 * self._queue_size + self._prepare_threads + 2, pin_memory=device.type == "cuda")
+        queue_size = _INITIAL_QUEUE_SIZE if self._queue_size == "auto" else self._queue_size
+        room = max(queue_size, group)
+        pool = BufferPool(pin_memory=device.type == "cuda")
         prepare = Prepare(self.store, pool, self._transform, arguments["edge_format"])
-        transfer = [Stage("transfer", CUDATransfer(device), 1, self._queue_size)] if device.type == "cuda" else []
+        transfer = (
+            [Stage("transfer", CUDATransfer(device), 1, queue_size, serial=True)] if device.type == "cuda" else []
+        )
         if features is None:
             stages = [
                 Stage("sample", sample, self._sampling_threads, room, group),
-                Stage("prepare", prepare, self._prepare_threads, self._queue_size),
+                Stage("prepare", prepare, self._prepare_threads, queue_size),
                 *transfer,
             ]
         else:
@@ -416,8 +429,8 @@ class MQGNNDataModule(LightningDataModule):
             plans = fetch.plan if self._caching.feature_policy == "optimal" else None
             stages = [
                 Stage("sample", fetch.announce, self._sampling_threads, room, group, plans),
-                Stage("fetch", fetch, min(self._prepare_threads, 1), self._queue_size),
-                Stage("prepare", lambda fetched: prepare(*fetched), self._prepare_threads, self._queue_size),
+                Stage("fetch", fetch, min(self._prepare_threads, 1), queue_size, serial=True),
+                Stage("prepare", lambda fetched: prepare(*fetched), self._prepare_threads, queue_size),
                 *transfer,
             ]
 
@@ -433,6 +446,7 @@ class MQGNNDataModule(LightningDataModule):
             self._training_epoch if training else _always_epoch_0,
             self._training_epoch_after if training else _no_epoch,
             lambda: self.store.version,
+            pool,
         )
         self._loaders[split] = place, loader
         return loader

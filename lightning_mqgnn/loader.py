@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch_geometric.data import Data
 
-from lightning_mqgnn.pipeline import Pipeline, Stage, StageClock
+from lightning_mqgnn.buffers import BufferPool
+from lightning_mqgnn.pipeline import Observer, Pipeline, QueueLevel, Stage, StageClock, find_stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.sample import Task, tasks_of
 
@@ -21,6 +22,14 @@ class _Begun(NamedTuple):
 
 
 _NOT_BEGUN = _Begun([], 0)
+
+
+class StageState(NamedTuple):
+    """A stage, where its time went in all passes so far, and how full its queue is; None if it has none."""
+
+    stage: Stage
+    clock: StageClock
+    queue: QueueLevel | None
 
 
 class MQGNNLoader:
@@ -38,6 +47,10 @@ class MQGNNLoader:
         current_epoch: Asked for the epoch at the start of each pass; None counts the passes.
         epoch_after: Asked for the epoch that will follow the given one; None if that is not known.
         graph_version: Asked for the version of the graph: what was made ahead of another one is dropped.
+        pool: Where the memory of the batches comes from; keeps as many buffers as the queues need.
+
+    Attributes:
+        observer: Called at the start of each pass; returns what is told of each item that passes a stage in it.
     """
 
     def __init__(
@@ -49,10 +62,14 @@ class MQGNNLoader:
         current_epoch: Callable[[], int | None],
         epoch_after: Callable[[int], int | None],
         graph_version: Callable[[], int],
+        pool: BufferPool,
     ) -> None:
         self.plan = plan
+        self.observer: Callable[[], Observer] | None = None
         self._rank = rank
-        self._stages = stages
+        self._stages = list(stages)
+        self._pool = pool
+        self._size_pool()
         self._rebuild = rebuild
         self._current_epoch = current_epoch
         self._epoch_after = epoch_after
@@ -82,7 +99,8 @@ class MQGNNLoader:
             rest = self.plan.rest(epoch, self._rank, before) if before else None
             version = self._graph_version()
             course = _Course(self.plan, self._rank, epoch, first_batch, self._epoch_after, version, rest)
-            self._active = course, Pipeline(course, self._stages)
+            observer = None if self.observer is None else self.observer()
+            self._active = course, Pipeline(course, self._stages, observer)
         assert self._active is not None
         _, pipeline = self._active
         self._epoch, self._next_epoch, self._num_taken = epoch, epoch + 1, first_batch
@@ -147,6 +165,29 @@ class MQGNNLoader:
                 totals[name].add(clock)
         return self._wait + sum(pipeline.wait for pipeline in pipelines), totals
 
+    @property
+    def num_yielded(self) -> int:
+        """Batches that came out of the running pipeline, which may go on over several epochs."""
+        return 0 if self._active is None else self._active[1].num_yielded
+
+    def stages(self) -> list[StageState]:
+        """The stages, in the order in which batches pass them."""
+        clocks = self.times()[1]
+        levels = {} if self._active is None else self._active[1].levels()
+        return [StageState(stage, clocks[stage.name], levels.get(stage.name)) for stage in self._stages]
+
+    def resize(self, stage: str, queue_size: int | None = None, threads: int | None = None) -> None:
+        """Change the size of the queue behind a stage, or its number of threads, now and for later passes.
+
+        Raises:
+            ValueError: The stage is unknown or has no threads, or the number does not fit.
+        """
+        number = find_stage(self._stages, stage)
+        self._stages[number] = self._stages[number].resized(queue_size, threads)
+        if self._active is not None:
+            self._active[1].resize(stage, queue_size, threads)
+        self._size_pool()
+
     def close(self) -> None:
         """End the active pass, if there is one, and its threads. The loader may be used again."""
         if self._active is not None:
@@ -159,6 +200,11 @@ class MQGNNLoader:
     @_iterator.setter
     def _iterator(self, value: None) -> None:
         self.close()
+
+    def _size_pool(self) -> None:
+        """Keep a buffer for all that may wait or be worked on behind the first stage, and as many to change with."""
+        room = max((stage.queue_size for stage in self._stages[1:] if stage.threads), default=1)
+        self._pool.keep = 2 * room + sum(stage.threads for stage in self._stages[1:]) + 2
 
     def _continues_with(self, epoch: int, first_batch: int) -> bool:
         """Whether the pipeline of the last pass is about to yield this batch, because that pass is complete."""

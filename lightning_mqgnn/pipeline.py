@@ -34,6 +34,7 @@ class Stage:
             and only then hands them on. Groups begin small, so that the first item is not late. Unused with 0 threads.
         together: Called with what `work` returned for the items of a group, unless one of them failed; what it returns
             goes on in their place.
+        serial: Items pass one after the other, in order: the stage keeps to one thread.
     """
 
     name: str
@@ -42,6 +43,34 @@ class Stage:
     queue_size: int = 2
     group: int = 1
     together: Callable[[list[Any]], list[Any]] | None = None
+    serial: bool = False
+
+    def resized(self, queue_size: int | None = None, threads: int | None = None) -> "Stage":
+        """Return a stage with another size of its queue, or number of threads.
+
+        Raises:
+            ValueError: A number is below 1, the stage has no threads, or it is serial and would get several.
+        """
+        for name, value in (("queue_size", queue_size), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} for stage {self.name!r}: give 1 or more")
+        if not self.threads:
+            raise ValueError(f"stage={self.name!r} has no threads, and so no queue: make it with 1 thread or more")
+        if self.serial and threads is not None and threads > 1:
+            raise ValueError(f"threads={threads} for stage {self.name!r}: items pass it one after the other, give 1")
+        return replace(self, queue_size=queue_size or self.queue_size, threads=threads or self.threads)
+
+
+def find_stage(stages: Sequence[Stage], name: str) -> int:
+    """Return the place of the stage of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    names = [stage.name for stage in stages]
+    if name not in names:
+        raise ValueError(f"stage={name!r}: give one of {', '.join(names)}")
+    return names.index(name)
 
 
 class Observer(Protocol):
@@ -165,18 +194,10 @@ class Pipeline(Iterator[Any]):
             threads: 1 or more.
 
         Raises:
-            ValueError: The stage is unknown or has no threads, or a number is below 1.
+            ValueError: The stage is unknown or has no threads, or the number does not fit.
         """
-        number = next((i for i, known in enumerate(self._stages) if known.name == stage and known.threads), None)
-        if number is None:
-            names = ", ".join(known.name for known in self._stages if known.threads)
-            raise ValueError(f"stage={stage!r}: give the name of a stage that has threads: {names or 'there is none'}")
-        old = self._stages[number]
-        new = replace(old, queue_size=queue_size or old.queue_size, threads=threads or old.threads)
-        for name, value in (("queue_size", queue_size), ("threads", threads)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more")
-        self._stages[number] = new
+        number = find_stage(self._stages, stage)
+        new = self._stages[number] = self._stages[number].resized(queue_size, threads)
         if stage in self._crews and not self.closed:
             self._crews[stage].queue.capacity = new.queue_size
             self._crews[stage].resize(new.threads)

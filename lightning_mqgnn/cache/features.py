@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ _DIRECTORIES: dict[str, type[Directory]] = {
     "optimal": Belady,
 }
 POLICIES = tuple(_DIRECTORIES)
+_PIECE = 1 << 14  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,13 +315,14 @@ class HostRows:
         return out
 
     def fill(self, nodes: np.ndarray, slots: np.ndarray) -> None:
-        """Read rows into slots."""
+        """Read rows into slots, some at a time."""
         held = as_words(self._held)
-        rows = np.empty((len(nodes), held.shape[1]), held.dtype)
-        if rows.size:
-            everything = np.arange(len(nodes))
-            self._read(nodes, everything, rows)
-            copy_rows(rows, everything, held, slots)
+        if not held.size:
+            return
+        for node, slot in _pieces(nodes, slots):
+            rows, everything = np.empty((len(node), held.shape[1]), held.dtype), np.arange(len(node))
+            self._read(node, everything, rows)
+            copy_rows(rows, everything, held, slot)
 
     def _read(self, node: np.ndarray, at: np.ndarray, words: np.ndarray) -> None:
         source = self._store.node_attrs[self._name]
@@ -370,10 +372,12 @@ class DeviceRows(HostRows):
     def fill(self, nodes: np.ndarray, slots: np.ndarray) -> None:
         """Read rows and copy them into slots."""
         source = self._store.node_attrs[self._name]
-        rows = torch.empty((len(nodes), *source.shape[1:]), dtype=source.dtype)
-        if rows.numel():
-            self._read(nodes, np.arange(len(nodes)), as_words(rows))
-            self._held[self._on_device(slots)] = rows.to(self._device)
+        if not self._held.numel():
+            return
+        for node, slot in _pieces(nodes, slots):
+            rows = torch.empty((len(node), *source.shape[1:]), dtype=source.dtype)
+            self._read(node, np.arange(len(node)), as_words(rows))
+            self._held[self._on_device(slot)] = rows.to(self._device)
 
     def _on_device(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index.astype(np.int64)).to(self._device)
@@ -381,7 +385,13 @@ class DeviceRows(HostRows):
 
 def most(counts: np.ndarray, number: int) -> np.ndarray:
     """The nodes with the largest counts, those with smaller ids first among equals, in ascending order."""
-    return np.sort(np.argsort(-counts.astype(np.int64), kind="stable")[:number])
+    if not 0 < number < len(counts):
+        return np.arange(len(counts) if number else 0)
+    least = np.partition(counts, -number)[-number]
+    chosen = counts > least
+    equal = np.flatnonzero(counts == least)
+    chosen[equal[: number - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
 
 
 def warm_up(store: GraphStore, policy: str) -> None:
@@ -395,6 +405,12 @@ def warm_up(store: GraphStore, policy: str) -> None:
 
 def _rows(device: torch.device | None) -> type[HostRows]:
     return HostRows if device is None or device.type == "cpu" else DeviceRows
+
+
+def _pieces(nodes: np.ndarray, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """So many at a time that what is read needs little memory beside the cache itself."""
+    for begin in range(0, len(nodes), _PIECE):
+        yield nodes[begin : begin + _PIECE], slots[begin : begin + _PIECE]
 
 
 def _row_bytes(tensor: Tensor) -> int:
