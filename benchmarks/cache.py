@@ -238,6 +238,7 @@ def measure_disk(arguments: argparse.Namespace) -> None:
         runs[policy] = {"feature_cache": arguments.budget, "feature_policy": policy, "subgraph_cache": "128MiB"}
     with memory_limit(arguments.memory) as group:
         for name, settings in runs.items():
+            drop_from_page_cache(path / "node.x.npy")
             (seconds, cpu, report, read), _, private = watched(train_from_disk, path, group, arguments.epochs, settings)
             hits = f"{100 * report.hit_rate:.1f} %" if report else "-"
             each, megabytes = ", ".join(f"{s:.1f}" for s in seconds), ", ".join(f"{r:.0f}" for r in read)
@@ -251,18 +252,21 @@ def measure_disk(arguments: argparse.Namespace) -> None:
 def measure_memory(arguments: argparse.Namespace) -> None:
     """Print the largest private memory of runs whose budgets are given, and what it is above a run without caches."""
     path = save_graph(arguments.folder, arguments.nodes, arguments.features)
-    runs: dict[str, dict[str, Any]] = {
-        "none": {"subgraph_cache": 0},
-        "subgraph_cache": {"subgraph_cache": arguments.budget, "resample_every": 4},
-        "feature_cache": {"subgraph_cache": 0, "feature_cache": arguments.budget, "feature_policy": "degree"},
-        "feature_cache, optimal": {"subgraph_cache": "32MiB", "feature_cache": arguments.budget},
+    ahead = {"subgraph_cache": "32MiB"}
+    runs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "subgraph_cache": ({"subgraph_cache": 0}, {"subgraph_cache": arguments.budget, "resample_every": 4}),
+        "feature_cache, degree": (ahead, {"feature_cache": arguments.budget, "feature_policy": "degree"}),
+        "feature_cache, frequency": (ahead, {"feature_cache": arguments.budget, "feature_policy": "frequency"}),
+        "feature_cache, lru": (ahead, {"feature_cache": arguments.budget, "feature_policy": "lru"}),
+        "feature_cache, optimal": (ahead, {"feature_cache": arguments.budget}),
     }
-    print(f"budget {arguments.budget}\n\n| budget of | largest private MiB | above none |\n|" + " --- |" * 3)
-    least = 0
-    for name, settings in runs.items():
-        _, _, private = watched(train_from_disk, path, None, arguments.epochs, settings)
-        least = least or private
-        print(f"| {name} | {private / 2**20:.0f} | {(private - least) / 2**20:.0f} |", flush=True)
+    print(f"budget {arguments.budget}\n\n| budget of | largest private MiB without | with | more |\n|" + " --- |" * 4)
+    for name, (without, settings) in runs.items():
+        least, most = (
+            watched(train_from_disk, path, None, arguments.epochs, {**without, **more})[2] / 2**20
+            for more in ({}, settings)
+        )
+        print(f"| {name} | {least:.0f} | {most:.0f} | {most - least:.0f} |", flush=True)
     shutil.rmtree(path)
 
 

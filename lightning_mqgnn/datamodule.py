@@ -409,7 +409,10 @@ class MQGNNDataModule(LightningDataModule):
         ahead = budget.training_ahead if training else budget.evaluation_ahead
         group = 1
         if self._sampling_threads and ahead:
-            one = sample.draw(tasks_of(plan, rank, 0)[0])
+            # By a sampler that is gone afterwards, with its scratch memory.
+            pilot = NeighborSampler(self.store, arguments["num_neighbors"], arguments["replace"], bias)
+            one = Sample(plan, seeds, input_id, pilot).draw(tasks_of(plan, rank, 0)[0])
+            del pilot
             group = self._caching.group(ahead, self._sampling_threads, one.nbytes, plan.num_batches)
         queue_size = _INITIAL_QUEUE_SIZE if self._queue_size == "auto" else self._queue_size
         room = max(queue_size, group)

@@ -333,7 +333,7 @@ def test_batches_do_not_depend_on_the_feature_cache(tmp_path, policy, threads, s
         data,
         sampling_threads=threads[0] or int(policy == "optimal"),
         prepare_threads=threads[1],
-        feature_cache=6000,
+        feature_cache=12_000,
         feature_policy=policy,
         subgraph_cache="1MiB",
         resample_every=1,

@@ -181,9 +181,11 @@ class FeatureCache:
         """How many rows fit into `budget` bytes, with all tables that they need."""
         if policy == "none":
             return 0
-        tables = 4 * store.num_nodes * (2 if policy == "frequency" else 1) + 64
+        # Per node: the slot table, and what choosing the rows (counts, a copy, a mask) or planning accesses takes.
+        tables = store.num_nodes * {"degree": 4 + 9, "frequency": 8 + 9, "optimal": 4 + 4}.get(policy, 4) + 64
         per_row = _row_bytes(store.node_attrs[name]) + _DIRECTORIES[policy].slot_bytes
         per_row += 4 if store.num_nodes > NEVER else 0
+        per_row += 16 if policy in ("degree", "frequency") else 0
         return min(max(budget - tables, 0) // per_row, store.num_nodes)
 
     @property
