@@ -364,7 +364,7 @@ def test_updated_features_reach_the_batches_by_way_of_the_cache():
 @pytest.mark.parametrize("resample_every", [1, 2])
 def test_cache_bias_prefers_cached_nodes_and_weighs_edges(resample_every):
     data = random_graph(num_nodes=2000, num_edges=60_000)
-    arguments = {"feature_cache": 22_000, "feature_policy": "degree", "num_neighbors": [5], "redraw_every": 2}
+    arguments = {"feature_cache": 47_000, "feature_policy": "degree", "num_neighbors": [5], "redraw_every": 2}
     rates = []
     for bias in (1.0, 10.0):
         datamodule = module(data, cache_bias=bias, resample_every=resample_every, **arguments)
