@@ -11,6 +11,7 @@ from lightning_mqgnn.datamodule import MQGNNDataModule
 from lightning_mqgnn.graph import GraphStore, build_store
 from lightning_mqgnn.pipeline import Pipeline, Stage
 from lightning_mqgnn.plan import EpochPlan
+from lightning_mqgnn.predict import predict_all
 from lightning_mqgnn.queues import StageQueue
 from lightning_mqgnn.racom import GradientExchange, RaCoM, RaCoMExchange
 from lightning_mqgnn.sampling import CacheBias, NeighborSampler, SampledSubgraph
@@ -35,6 +36,7 @@ __all__ = [
     "StageQueue",
     "SubgraphCache",
     "build_store",
+    "predict_all",
     "synthetic_graph",
     "trim_adj",
 ]
