@@ -9,6 +9,7 @@ from lightning_mqgnn.adjacency import trim_adj
 from lightning_mqgnn.cache import FeatureCache, SubgraphCache
 from lightning_mqgnn.datamodule import MQGNNDataModule
 from lightning_mqgnn.graph import GraphStore, build_store
+from lightning_mqgnn.monitor import PipelineMonitor
 from lightning_mqgnn.pipeline import Pipeline, Stage
 from lightning_mqgnn.plan import EpochPlan
 from lightning_mqgnn.predict import predict_all
@@ -29,6 +30,7 @@ __all__ = [
     "MQGNNStrategy",
     "NeighborSampler",
     "Pipeline",
+    "PipelineMonitor",
     "RaCoM",
     "RaCoMExchange",
     "SampledSubgraph",

@@ -1,7 +1,6 @@
 """AdaptiveQueueCallback: resizes queues, and moves threads between stages, while training runs."""
 
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch_geometric.data import Data
 from lightning_mqgnn.buffers import num_bytes_of
 from lightning_mqgnn.cache.budget import num_bytes
 from lightning_mqgnn.loader import MQGNNLoader, StageState
-from lightning_mqgnn.probes import device_memory, host_memory, process_memory
+from lightning_mqgnn.probes import device_memory, host_memory, process_memory, processors
 from lightning_mqgnn.sizing import Change, Limits, Readings, StageReading, State, decide, log_line
 
 _log = logging.getLogger(__name__)
@@ -127,17 +126,16 @@ class AdaptiveQueueCallback(Callback):
         for name, state in now.stages.items():
             if not state.stage.threads:
                 continue
-            whole = seconds * state.stage.threads
-            old, clock = before.stages[name].clock, state.clock
+            shares = state.since(before.stages[name], seconds)
             in_device_memory = on_device is not None and name == "transfer"
             stages.append(
                 StageReading(
                     name=name,
                     threads=state.stage.threads,
                     capacity=state.stage.queue_size,
-                    busy=_share(clock.busy - old.busy, whole),
-                    starved=_share(clock.wait_for_input - old.wait_for_input, whole),
-                    blocked=_share(clock.wait_for_room - old.wait_for_room, whole),
+                    busy=shares.busy,
+                    starved=shares.starved,
+                    blocked=shares.blocked,
                     item_bytes=sizes.get(name, sizes["batch"]),
                     memory="device" if in_device_memory else "host",
                     serial=state.stage.serial,
@@ -145,7 +143,7 @@ class AdaptiveQueueCallback(Callback):
             )
         return Readings(
             tuple(stages),
-            _share(now.wait - before.wait, seconds),
+            min((now.wait - before.wait) / seconds, 1.0),
             now.num_yielded - before.num_yielded,
             seconds,
             memory,
@@ -184,10 +182,6 @@ class _Mark(NamedTuple):
         return cls(time.perf_counter(), wait, loader.num_yielded, stages)
 
 
-def _share(part: float, whole: float) -> float:
-    return min(max(part / whole, 0.0), 1.0)
-
-
 def _item_bytes(batch: Any) -> dict[str, int]:
     """Bytes of a batch, and of the subgraph that it was made of, at most."""
     if not isinstance(batch, Data):
@@ -197,5 +191,4 @@ def _item_bytes(batch: Any) -> dict[str, int]:
 
 
 def _thread_budget(trainer: "pl.Trainer", readings: Readings) -> int:
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(processors // max(trainer.num_devices, 1) - 1, sum(stage.threads for stage in readings.stages))
+    return max(processors() // max(trainer.num_devices, 1) - 1, sum(stage.threads for stage in readings.stages))

@@ -328,6 +328,21 @@ class MQGNNDataModule(LightningDataModule):
                 report[split] = {"wait": wait, "batches": items, **{name: clock.busy for name, clock in clocks.items()}}
         return report
 
+    @property
+    def features_on_disk(self) -> bool:
+        """Whether rows of `x` are read from a file."""
+        return "x" in self.store.node_attrs and self.store.node_file("x") is not None
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether a function of the user's is called with each batch."""
+        return self._transform is not None
+
+    @property
+    def edge_format(self) -> str:
+        """Of training batches."""
+        return str(self._train_arguments["edge_format"])
+
     def feature_report(self) -> CacheReport | None:
         """What training asked of this rank's feature cache, and how much was there; None without one."""
         return None if self._features is None else self._features.report()

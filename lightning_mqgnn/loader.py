@@ -24,12 +24,34 @@ class _Begun(NamedTuple):
 _NOT_BEGUN = _Begun([], 0)
 
 
+class Shares(NamedTuple):
+    """Where the time of a stage's threads went, as shares of it; of `busy`, the share on a processor; and items."""
+
+    busy: float
+    starved: float
+    blocked: float
+    on_cpu: float
+    items: int
+
+
 class StageState(NamedTuple):
     """A stage, where its time went in all passes so far, and how full its queue is; None if it has none."""
 
     stage: Stage
     clock: StageClock
     queue: QueueLevel | None
+
+    def since(self, before: "StageState | None", seconds: float) -> Shares:
+        """What happened in the so many seconds since the state was `before`; None for the beginning."""
+        old, new = StageClock() if before is None else before.clock, self.clock
+        busy, threads_seconds = new.busy - old.busy, max(seconds * max(self.stage.threads, 1), 1e-9)
+        return Shares(
+            busy=min(busy / threads_seconds, 1.0),
+            starved=min((new.wait_for_input - old.wait_for_input) / threads_seconds, 1.0),
+            blocked=min((new.wait_for_room - old.wait_for_room) / threads_seconds, 1.0),
+            on_cpu=min((new.cpu - old.cpu) / max(busy, 1e-9), 1.0),
+            items=new.items - old.items,
+        )
 
 
 class MQGNNLoader:
@@ -170,10 +192,13 @@ class MQGNNLoader:
         """Batches that came out of the running pipeline, which may go on over several epochs."""
         return 0 if self._active is None else self._active[1].num_yielded
 
+    def levels(self) -> dict[str, QueueLevel]:
+        """How full the queues of the running pipeline are, by stage."""
+        return {} if self._active is None else self._active[1].levels()
+
     def stages(self) -> list[StageState]:
         """The stages, in the order in which batches pass them."""
-        clocks = self.times()[1]
-        levels = {} if self._active is None else self._active[1].levels()
+        clocks, levels = self.times()[1], self.levels()
         return [StageState(stage, clocks[stage.name], levels.get(stage.name)) for stage in self._stages]
 
     def resize(self, stage: str, queue_size: int | None = None, threads: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """Readings of memory and utilisation: of this process, its machine or control group, and its CUDA device."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,11 @@ def process_memory() -> int:
     """Bytes of memory that this process shares with no other and with no file."""
     memory: Any = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)
+
+
+def processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_memory(device: torch.device) -> Memory | None:
