@@ -137,6 +137,7 @@ class AdaptiveQueueCallback(Callback):
                     starved=shares.starved,
                     blocked=shares.blocked,
                     item_bytes=sizes.get(name, sizes["batch"]),
+                    depth=0 if state.queue is None else state.queue.depth,
                     memory="device" if in_device_memory else "host",
                     serial=state.stage.serial,
                 )

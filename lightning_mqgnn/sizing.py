@@ -5,8 +5,9 @@ looks at no clock and keeps nothing, so a run's decisions can be tested, and rep
 
 The published text of MQ-GNN (arXiv:2601.04707) names adaptive queue sizes and gives no formula; this is our own:
 
-1. Memory first. Above 90 % of a limit the last queue gives up as many items as bring it below 80 %, at once, then the
-   one before it. Growing must leave it below 80 %, and below 60 % for a queue that had to shrink before.
+1. Memory first, counted as if all queues were full. Above 90 % of a limit the last queue gives up as many items as
+   bring it below 80 %, at once, then the one before it. Growing must leave it below 80 %, and below 60 % for a queue
+   that had to shrink before.
 2. A queue between two stages is too short where the one behind it ran dry and the one before it had no room, both
    within a few intervals: a longer one would have evened that out. It doubles.
 3. Where the consumer ran dry and a queue would not help, the busiest stage gets one more thread, if the budget has one
@@ -41,6 +42,7 @@ class StageReading:
         starved: Share of the threads' time in which they waited for the stage before.
         blocked: Share of the threads' time in which they waited for room in the queue.
         item_bytes: Size of the largest item in the queue, as far as known.
+        depth: Items in its queue at the end of the interval.
         memory: Where its items lie, a key of `Readings.memory`.
         serial: It can't have more than one thread.
     """
@@ -52,6 +54,7 @@ class StageReading:
     starved: float
     blocked: float
     item_bytes: int = 0
+    depth: int = 0
     memory: str = "host"
     serial: bool = False
 
@@ -73,6 +76,11 @@ class Readings:
     items: int
     seconds: float
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def committed(self, place: str) -> int:
+        """Bytes that would be used there if all queues were full."""
+        room = sum((stage.capacity - stage.depth) * stage.item_bytes for stage in self.stages if stage.memory == place)
+        return self.memory[place][0] + max(room, 0)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Readings":
@@ -154,7 +162,8 @@ def decide(readings: Readings, state: State, limits: Limits) -> tuple[list[Chang
 def _relieve(readings: Readings, limits: Limits) -> list[Change]:
     """Shorten queues, from the last one on, until the memory that they may take is enough below the limit."""
     changes = []
-    for place, (used, limit) in readings.memory.items():
+    for place, (_, limit) in readings.memory.items():
+        used = readings.committed(place)
         excess = used - _LOW * limit
         if used <= _HIGH * limit:
             continue
@@ -163,7 +172,7 @@ def _relieve(readings: Readings, limits: Limits) -> list[Change]:
                 continue
             items = min(int(-(-excess // stage.item_bytes)), stage.capacity - limits.min)
             excess -= items * stage.item_bytes
-            reason = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB of {place} memory are used"
+            reason = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB of {place} memory are in use or promised"
             changes.append(Change(stage.name, "capacity", stage.capacity, stage.capacity - items, reason))
     return changes
 
@@ -181,17 +190,16 @@ def _remember(readings: Readings, state: State) -> State:
 def _lengthen(readings: Readings, state: State, limits: Limits) -> list[Change]:
     """Double the queues that were both dry and full lately, dry just now."""
     changes = []
-    growth = dict.fromkeys(readings.memory, 0)
+    committed = {place: readings.committed(place) for place in readings.memory}
     for stage in readings.stages:
         dry, full = state.dry[stage.name], state.full[stage.name]
         capacity = min(2 * stage.capacity, limits.max)
         needed = (capacity - stage.capacity) * stage.item_bytes
         lacks = dry == 0 and full < _LATELY
-        used, limit = readings.memory.get(stage.memory, (0, 0))
-        used += growth.get(stage.memory, 0) + needed
+        used, limit = committed.get(stage.memory, 0) + needed, readings.memory.get(stage.memory, (0, 0))[1]
         fits = not limit or used <= (_AGAIN if stage.name in state.shrunk else _LOW) * limit
         if lacks and fits and capacity > stage.capacity:
-            growth[stage.memory] = growth.get(stage.memory, 0) + needed
+            committed[stage.memory] = used
             reason = f"what it feeds waited for it, and {full} intervals before it was full"
             changes.append(Change(stage.name, "capacity", stage.capacity, capacity, reason))
     return changes

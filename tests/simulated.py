@@ -4,14 +4,20 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from lightning_mqgnn.sizing import Limits, Readings, StageReading, State, decide
+from lightning_mqgnn.sizing import Readings, StageReading, State, decide
 
 
 class SimulatedStage:
     """`duration(number)` is how long item `number` takes, in seconds."""
 
     def __init__(
-        self, name: str, duration: Callable[[int], float], capacity: int = 2, threads: int = 1, item_bytes=0, serial=False
+        self,
+        name: str,
+        duration: Callable[[int], float],
+        capacity: int = 2,
+        threads: int = 1,
+        item_bytes=0,
+        serial=False,
     ):
         self.name, self.duration, self.capacity, self.threads = name, duration, capacity, threads
         self.item_bytes, self.serial = item_bytes, serial
@@ -41,7 +47,7 @@ class Simulation:
     def run(self):
         order = itertools.count()
         events = [(self.interval, next(order), "decide", None, None)] if self.limits else []
-        consuming, state, last = False, State(), 0.0
+        consuming, state = False, State()
         marks = (0.0, 0)
         while self.consumed < self.num_items:
             moved = True
@@ -66,9 +72,7 @@ class Simulation:
                 final = self.stages[-1]
                 if not consuming and final.taken in final.queue:
                     final.queue.remove(final.taken)
-                    heapq.heappush(
-                        events, (self.now + self.consume(final.taken), next(order), "consumed", None, None)
-                    )
+                    heapq.heappush(events, (self.now + self.consume(final.taken), next(order), "consumed", None, None))
                     final.taken += 1
                     consuming = moved = True
                 self.most_memory = max(self.most_memory, self.memory())
@@ -95,7 +99,6 @@ class Simulation:
                     self.changes.append((self.now, change))
                 heapq.heappush(events, (self.now + self.interval, next(order), "decide", None, None))
                 self.idle_at.append((self.now, self.idle))
-                last = self.now
         return self
 
     def readings(self, idle, consumed):
@@ -104,8 +107,15 @@ class Simulation:
             whole = stage.threads * self.interval
             stages.append(
                 StageReading(
-                    stage.name, stage.threads, stage.capacity, min(stage.busy / whole, 1.0), stage.starved / whole,
-                    stage.blocked / whole, stage.item_bytes, serial=stage.serial,
+                    stage.name,
+                    stage.threads,
+                    stage.capacity,
+                    min(stage.busy / whole, 1.0),
+                    stage.starved / whole,
+                    stage.blocked / whole,
+                    stage.item_bytes,
+                    len(stage.queue),
+                    serial=stage.serial,
                 )
             )
             stage.busy = stage.starved = stage.blocked = 0.0

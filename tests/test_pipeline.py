@@ -246,3 +246,88 @@ def test_ctrl_c_reaches_a_consumer_that_waits_for_a_batch():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (3, "interrupted []\n", "")
+
+
+@given(
+    num_tasks=st.integers(1, 40),
+    threads=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    group=st.integers(1, 4),
+    resizes=st.lists(
+        st.tuples(st.integers(0, 39), st.sampled_from(["first", "second"]), st.integers(1, 5), st.integers(1, 4)),
+        max_size=8,
+    ),
+    delays=st.lists(st.sampled_from([0.0, 0.0, 0.001]), min_size=7, max_size=7),
+)
+def test_resizing_loses_no_item_and_keeps_the_order(num_tasks, threads, group, resizes, delays):
+    pause = threading.Event()
+
+    def slow(x):
+        pause.wait(delays[x % 7])
+        return x + 1
+
+    pipeline = Pipeline(
+        range(num_tasks), [Stage("first", slow, threads[0], 2, group), Stage("second", slow, threads[1])]
+    )
+    for number in range(num_tasks):
+        for at, stage, queue_size, count in resizes:
+            if at == number:
+                pipeline.resize(stage, queue_size, count)
+                if number:
+                    assert pipeline.levels()[stage].capacity == queue_size
+        assert next(pipeline) == number + 2
+    assert our_threads() == []
+
+
+def test_threads_come_and_go():
+    working, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def work(x):
+        working.release()
+        go_on.acquire()
+        return x
+
+    pipeline = Pipeline(range(100), [Stage("work", work, 1, queue_size=100)])
+    go_on.release()
+    assert next(pipeline) == 0
+    pipeline.resize("work", threads=4)
+    for _ in range(5):  # item 0, and four at once
+        working.acquire()
+    assert len(our_threads()) == 4
+    pipeline.resize("work", threads=1)
+    for _ in range(4):
+        go_on.release()
+    assert [next(pipeline) for _ in range(4)] == [1, 2, 3, 4]
+    working.acquire()  # the one that stayed
+    pause = threading.Event()
+    while len(our_threads()) > 1:
+        pause.wait(0.001)
+    go_on.release(100)
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("third",), "stage='third': give one of first, inline, serial"),
+        (("inline", 3), "stage='inline' has no threads"),
+        (("first", 0), "queue_size=0 for stage 'first': give 1 or more"),
+        (("first", None, 0), "threads=0 for stage 'first': give 1 or more"),
+        (("serial", None, 2), "threads=2 for stage 'serial': items pass it one after the other"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused(arguments, message):
+    stages = [Stage("first", double, 1), Stage("inline", double), Stage("serial", double, 1, serial=True)]
+    with pytest.raises(ValueError, match=message):
+        Pipeline(range(3), stages).resize(*arguments)
+
+
+def test_an_observer_sees_each_item_in_each_stage():
+    seen = []
+    stages = [Stage("first", double, 2), Stage("second", double)]
+    pipeline = Pipeline(range(5), stages, lambda *event: seen.append(event))
+    assert list(pipeline) == [0, 4, 8, 12, 16]
+    assert sorted((stage, number, item) for stage, number, _, _, item in seen) == [
+        *(("first", n, 2 * n) for n in range(5)),
+        *(("second", n, 4 * n) for n in range(5)),
+    ]
+    assert all(began <= ended for _, _, began, ended, _ in seen)

@@ -4,6 +4,7 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lightning_mqgnn import StageQueue, queues
 from lightning_mqgnn.queues import QueueClosed
@@ -230,3 +231,58 @@ def test_nothing_is_lost_in_a_long_race():
 
     run_all(produce, produce, produce, consume, consume)
     assert sum(sums) == total * (total - 1) // 2
+
+
+class ResizedQueue(RuleBasedStateMachine):
+    """One queue, producers that may wait, and a model: item n has room when n < the largest of taken + capacity."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = StageQueue(2)
+        self.next_put = self.taken = 0
+        self.capacity = self.room = 2
+        self.producers = {}
+
+    def settle(self):
+        """Those who have room are done; the others wait, each at its place."""
+        self.room = max(self.room, self.taken + self.capacity)
+        for number in [n for n in self.producers if n < self.room]:
+            self.producers.pop(number).join(timeout=30)
+        for number in self.producers:
+            wait_until(lambda n=number: is_waiting(self.queue._places, n))
+
+    @rule(how_many=st.integers(1, 3))
+    def put(self, how_many):
+        for number in range(self.next_put, self.next_put + how_many):
+            self.producers[number] = begin(lambda n=number: self.queue.put(n, -n))[0]
+        self.next_put += how_many
+        self.settle()
+
+    @rule(how_many=st.integers(1, 4))
+    def get(self, how_many):
+        for _ in range(how_many):
+            if self.taken == min(self.next_put, self.room):
+                break
+            assert self.queue.get() == (self.taken, -self.taken)
+            self.taken += 1
+            self.settle()
+
+    @rule(capacity=st.integers(1, 6))
+    def resize(self, capacity):
+        self.queue.capacity = self.capacity = capacity
+        self.settle()
+
+    @invariant()
+    def what_is_ready_is_what_has_room(self):
+        assert len(self.queue) == min(self.next_put, self.room) - self.taken
+        assert all(thread.is_alive() for thread in self.producers.values())
+
+    def teardown(self):
+        while self.taken < self.next_put:
+            assert self.queue.get() == (self.taken, -self.taken)
+            self.taken += 1
+        for thread in self.producers.values():
+            thread.join()
+
+
+TestResizedQueue = ResizedQueue.TestCase
