@@ -1,7 +1,9 @@
 """Train graph neural networks with PyTorch Lightning: `Trainer(strategy="mqgnn")` and `MQGNNDataModule`.
 
 The way of the data: `plan` -> `sample` -> `fetch` -> `prepare` -> `transfer`, run by `pipeline` through `queues`, put
-together in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`.
+together in `loader` and `datamodule`. The way of what is learnt: `strategy` -> `racom`. What watches a run: `sizing` ->
+`adaptive` resizes queues, `monitor` reports. A trained model predicts through `predict` (all nodes) or `serving` (on
+request).
 """
 
 from lightning_mqgnn.adaptive import AdaptiveQueueCallback
@@ -16,6 +18,7 @@ from lightning_mqgnn.predict import predict_all
 from lightning_mqgnn.queues import StageQueue
 from lightning_mqgnn.racom import GradientExchange, RaCoM, RaCoMExchange
 from lightning_mqgnn.sampling import CacheBias, NeighborSampler, SampledSubgraph
+from lightning_mqgnn.serving import InferencePipeline, Overloaded
 from lightning_mqgnn.strategy import MQGNNStrategy
 from lightning_mqgnn.synthetic import synthetic_graph
 
@@ -26,9 +29,11 @@ __all__ = [
     "FeatureCache",
     "GradientExchange",
     "GraphStore",
+    "InferencePipeline",
     "MQGNNDataModule",
     "MQGNNStrategy",
     "NeighborSampler",
+    "Overloaded",
     "Pipeline",
     "PipelineMonitor",
     "RaCoM",
