@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import lightning as L
 import pytest
+import torch
 from graphs import module, random_graph
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -16,6 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_mqgnn import AdaptiveQueueCallback, NeighborSampler, PipelineMonitor
 from lightning_mqgnn.cache.rows import FileRows
 from lightning_mqgnn.monitor.report import ExchangeSummary, StageSummary, Summary, diagnose
+
+SLOW = 0.1  # seconds of a planted delay; all else takes some milliseconds
 
 
 class SlowSage(Sage):
@@ -30,16 +33,18 @@ class SlowSage(Sage):
         return super().training_step(batch, batch_idx)
 
 
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "log_every_n_steps": 5,
+}
+
+
 def fit(monitor, datamodule, *callbacks, seconds=0.0, **arguments):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 5}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        enable_checkpointing=False,
-        callbacks=[monitor, *callbacks],
-        **{**quiet, **arguments},
-    )
+    arguments = {**QUIET, **arguments}
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor, *callbacks], **arguments)
     trainer.fit(SlowSage(seconds), datamodule=datamodule)
     return trainer
 
@@ -60,31 +65,31 @@ def large(**arguments):
 
 def test_a_slow_sampler_is_named(monkeypatch, tmp_path):
     monitor = PipelineMonitor(timeline_batches=0)
-    slow_down(monkeypatch, NeighborSampler, "sample", 0.02)
-    fit(monitor, large(queue_size=2))
+    slow_down(monkeypatch, NeighborSampler, "sample", SLOW)
+    fit(monitor, large(queue_size=2), limit_train_batches=15)
     assert monitor.diagnosis.bottleneck == "sample"
     assert monitor.diagnosis.advice == "sampling_threads=2"
 
 
 def test_a_slow_transform_is_named(tmp_path):
     monitor = PipelineMonitor(timeline_batches=0)
-    fit(monitor, large(queue_size=2, transform=lambda batch: time.sleep(0.02) or batch))
+    fit(monitor, large(queue_size=2, transform=lambda batch: time.sleep(SLOW) or batch), limit_train_batches=15)
     assert monitor.diagnosis.bottleneck == "prepare"
     assert monitor.diagnosis.advice == "prepare_threads=2"
 
 
 def test_a_slow_disk_is_named(monkeypatch, tmp_path):
     monitor = PipelineMonitor(timeline_batches=0)
-    slow_down(monkeypatch, FileRows, "read", 0.02)
+    slow_down(monkeypatch, FileRows, "read", SLOW)
     datamodule = large(queue_size=2, feature_cache=60_000, feature_policy="lru", store_path=tmp_path / "graph")
-    fit(monitor, datamodule)
+    fit(monitor, datamodule, limit_train_batches=15)
     assert monitor.diagnosis.bottleneck == "disk"
     assert monitor.diagnosis.advice == "set a larger feature_cache"
 
 
 def test_slow_compute_is_named(capsys):
     monitor = PipelineMonitor(timeline_batches=0)
-    fit(monitor, large(queue_size=2), seconds=0.03)
+    fit(monitor, large(queue_size=2), seconds=SLOW, limit_train_batches=15)
     assert monitor.diagnosis.bottleneck == "compute"
     assert 'edge_format="csc"' in monitor.diagnosis.advice
     said = " ".join(capsys.readouterr().out.split())
@@ -96,9 +101,29 @@ def test_slow_compute_is_named(capsys):
 def test_a_memory_limit_is_named():
     monitor = PipelineMonitor(timeline_batches=0)
     sizing = AdaptiveQueueCallback(interval=0.05, memory_limit="200MiB")
-    fit(monitor, large(queue_size=4, transform=lambda batch: time.sleep(0.02) or batch), sizing)
+    fit(monitor, large(queue_size=4, transform=lambda batch: time.sleep(SLOW) or batch), sizing, limit_train_batches=15)
     assert monitor.diagnosis.bottleneck == "memory"
     assert "memory_limit" in monitor.diagnosis.advice
+
+
+def test_of_another_loader_it_says_how_long_training_waited():
+    batches = list(large().train_dataloader())[:15]
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(batches)
+
+        def __getitem__(self, number):
+            time.sleep(SLOW)
+            return batches[number]
+
+    monitor = PipelineMonitor(timeline_batches=0)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], **QUIET)
+    trainer.fit(SlowSage(), train_dataloaders=torch.utils.data.DataLoader(Slow(), batch_size=None))
+    assert monitor.diagnosis.bottleneck == "loader"
+    assert "MQGNNDataModule" in monitor.diagnosis.advice
+    assert monitor.summary.wait > 0.5 * monitor.summary.seconds
+    assert monitor.summary.seeds == sum(batch.batch_size for batch in batches[1:])
 
 
 SUMMARY = Summary(seconds=10, wait=0, exchange_wait=0, batches=100, seeds=100, edges=1000)

@@ -25,14 +25,6 @@ from lightning_mqgnn.serving.service_time import ServiceTime
 NUM_NODES = 60
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread_for_each_kernel():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels this small only wait for each other where cores are few
-    yield
-    torch.set_num_threads(before)
-
-
 class Sage(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -59,6 +59,7 @@ ONLY_MQGNN = [
     "fit_then_test",
     "one_copy",
     "sync_batchnorm_on_the_cpu",
+    "slow_network",
     *RESUMED,
 ]
 
@@ -301,6 +302,7 @@ ASYNCHRONOUS = [
     "one_rank_ahead",
     "repeated",
     "learning_rate_found",
+    "slow_network",
 ]
 
 
@@ -383,6 +385,15 @@ def test_a_search_for_the_learning_rate_leaves_nothing_behind(asynchronous):
     for rank in (0, 1):
         outcome = asynchronous("racom", "learning_rate_found", rank)
         assert all(map(torch.equal, outcome["begun"], asynchronous("racom", "learning_rate_found", 0)["own"]))
+
+
+@pytest.mark.parametrize(("strategy", "advice"), [("lockstep", "let ranks step by themselves"), ("racom", "bfloat16")])
+def test_a_slow_network_is_named_by_the_monitor(outcomes, asynchronous, strategy, advice):
+    for rank in (0, 1):
+        outcome = (outcomes if strategy == "lockstep" else asynchronous)(strategy, "slow_network", rank)
+        assert outcome["diagnosis"].bottleneck == "network"
+        assert advice in outcome["diagnosis"].advice
+        assert outcome["summary"].exchange_wait > 0.05
 
 
 # Which nodes are visited

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scenarios.training import Sage, adamw
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule, NeighborSampler, SubgraphCache
+from lightning_mqgnn.cache import subgraphs
 from lightning_mqgnn.cache.budget import num_bytes
 
 FIELDS = ("node", "colptr", "row", "position", "input_id")
@@ -133,6 +134,28 @@ def test_threads_may_share_it(tmp_path):
         thread.join()
     assert errors == []
     assert cache.counts().entries <= 20
+
+
+def test_a_full_cache_packs_nothing_and_uses_the_room_of_what_an_update_drops(monkeypatch):
+    store, draws = sampler()
+    cache = SubgraphCache(store, 20_000)
+    kept = [batch for batch in range(20) if cache.put("val", 0, batch, draw(draws, batch))]
+    assert 0 < len(kept) < 20
+    packed = []
+    own = subgraphs._pack
+    monkeypatch.setattr(subgraphs, "_pack", lambda *arguments: packed.append(arguments) or own(*arguments))
+    missing = next(batch for batch in range(20) if batch not in kept)
+    assert not cache.put("val", 0, missing, draw(draws, missing))
+    assert packed == []
+
+    seed = kept[0] * 20
+    store.update(edges_added=torch.tensor([[0], [seed]]), edge_attrs={"edge_attr": torch.zeros(1, 2)})
+    changed = NeighborSampler(store, [4, 3])
+    assert cache.get("val", 0, kept[0]) is None
+    room = cache.counts().nbytes
+    assert cache.put("val", 0, kept[0], draw(changed, kept[0]))
+    assert room < cache.counts().nbytes <= 20_000
+    assert_same(cache.get("val", 0, kept[0]), draw(changed, kept[0]))
 
 
 def test_a_folder_that_takes_nothing_is_not_the_end(tmp_path, caplog):

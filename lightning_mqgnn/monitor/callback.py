@@ -201,9 +201,10 @@ class PipelineMonitor(Callback):
 
     def _summarise(self, trainer: "pl.Trainer", before: "_Snapshot", after: "_Snapshot") -> Summary:
         passed = max(after.time - before.time, 1e-9)
+        seconds = after.clock.seconds - before.clock.seconds  # without validation, in which the stages have a rest
         stages = []
         for name, state in after.stages.items():
-            shares = state.since(before.stages.get(name), passed)
+            shares = state.since(before.stages.get(name), seconds)
             p50, p99 = self._recording.latencies(name)
             stages.append(
                 StageSummary(
@@ -232,7 +233,7 @@ class PipelineMonitor(Callback):
         datamodule = getattr(trainer, "datamodule", None)
         ours = datamodule if isinstance(datamodule, MQGNNDataModule) else None
         return Summary(
-            seconds=after.clock.seconds - before.clock.seconds,
+            seconds=seconds,
             wait=after.wait - before.wait,
             exchange_wait=after.exchange_wait - before.exchange_wait,
             batches=after.clock.batches - before.clock.batches,

@@ -7,11 +7,12 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
-from lightning_mqgnn import MQGNNStrategy
+from lightning_mqgnn import MQGNNStrategy, PipelineMonitor
 from scenarios.training import Sage, adamw, datamodule, fit, make_trainer, result, scenario, sgd
 
 
@@ -146,3 +147,38 @@ def learning_rate_found(strategy: str, folder: Path) -> dict[str, Any]:
     Tuner(trainer).lr_find(module, datamodule=datamodule(), num_training=12, update_attr=False)
     trainer.fit(module, datamodule=datamodule())
     return result(module, own=own, begun=module.begun, windows=trainer.strategy.exchange.statistics.windows)
+
+
+class SlowWork:
+    """A collective that takes a while longer."""
+
+    def __init__(self, work: dist.Work, seconds: float) -> None:
+        def delayed(done: Any) -> Any:
+            time.sleep(seconds)
+            return done.value()
+
+        self._future = work.get_future().then(delayed)
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+@scenario
+def slow_network(strategy: str, folder: Path) -> dict[str, Any]:
+    """Each all-reduce takes 50 ms longer; a monitor watches."""
+    all_reduce = dist.all_reduce
+
+    def slow(*arguments: Any, async_op: bool = False, **keywords: Any) -> Any:
+        work = all_reduce(*arguments, async_op=async_op, **keywords)
+        return SlowWork(work, 0.05) if async_op else work
+
+    monitor = PipelineMonitor(timeline_batches=0)
+    dist.all_reduce = slow
+    try:
+        outcome = fit(Sage(adamw), strategy, callbacks=[monitor])
+    finally:
+        dist.all_reduce = all_reduce
+    return {**outcome, "diagnosis": monitor.diagnosis, "summary": monitor.summary}
