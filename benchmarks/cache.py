@@ -1,12 +1,14 @@
 """What the caches give: hit rates and bytes of each policy at each size, and the time of an epoch.
 
 python benchmarks/cache.py hits synthetic GRAPH.npz GRAPH.npz --png docs/cache.png --json cache.json
+python benchmarks/cache.py bias
 python benchmarks/cache.py time FOLDER
 python benchmarks/cache.py disk FOLDER
 python benchmarks/cache.py memory FOLDER
 
 `hits`: sizes in per cent of the graph's nodes. Policies are measured in the second epoch, after the first has filled
 the cache. "optimal" knows the whole epoch, "optimal, 16" sixteen batches at a time.
+`bias`: the share of a batch's nodes that are held, for several `cache_bias`.
 `time`: CPU ms per batch of an epoch of training batches, without any compute, for several settings in turn; and the
 memory that they take.
 `disk`: a graph is built in FOLDER and trained from there with less memory than its features need: as root, each run is
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from large_graph import watched
 
-from lightning_mqgnn import FeatureCache, GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
+from lightning_mqgnn import CacheBias, FeatureCache, GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.cache.budget import num_bytes
 from lightning_mqgnn.cache.features import Access, AccessPlanner
@@ -40,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from graphs import load_graph
 
 SIZES = (0, 1, 2, 5, 10, 20, 30, 40, 50, 60, 80, 100)  # per cent of the nodes
+BIASES = (1, 2, 5, 10, 100)
 POLICIES = {"none": 0, "lru": 0, "degree": 0, "frequency": 0, "optimal, 16": 16, "optimal": 10**9}
 
 
@@ -125,6 +128,24 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     axes[0][-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def measure_bias(arguments: argparse.Namespace) -> None:
+    """Print which share of the accesses of some batches goes to the preferred nodes, and how many nodes a batch has."""
+    store = GraphStore.from_data(synthetic_graph(200_000, 4_000_000))
+    plan = EpochPlan(100_000, arguments.batch_size)
+    print("| cached | " + " | ".join(f"bias {bias}" for bias in BIASES) + " |\n|" + " --- |" * (len(BIASES) + 1))
+    for percent in (1, 5, 10, 20):
+        row = []
+        for bias in BIASES:
+            preferred = CacheBias(store, store.num_nodes * percent // 100, bias)
+            sampler = NeighborSampler(store, arguments.fan_out, bias=preferred)
+            held, asked = preferred.nodes(0), []
+            for i, chosen in enumerate(plan.batches(0, 0)[: arguments.batches]):
+                asked.append(sampler.sample(chosen, plan.key(0, i), epoch=0).node)
+            share = np.isin(np.concatenate(asked), held, assume_unique=False).mean()
+            row.append(f"{100 * share:.1f}, {np.mean([len(nodes) for nodes in asked]):.0f}")
+        print(f"| {percent} % | " + " | ".join(row) + " |", flush=True)
 
 
 def measure_time(arguments: argparse.Namespace) -> None:
@@ -278,7 +299,7 @@ def drop_from_page_cache(file: Path) -> None:
 
 
 def main() -> None:
-    """Measure one of the four."""
+    """Measure one of the five."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(required=True)
     hits = what.add_parser("hits")
@@ -288,6 +309,11 @@ def main() -> None:
     hits.add_argument("--json", type=Path)
     hits.add_argument("--png", type=Path)
     hits.set_defaults(measure=measure_hits)
+    bias = what.add_parser("bias")
+    bias.add_argument("--batches", type=int, default=50)
+    bias.add_argument("--batch-size", type=int, default=256)
+    bias.add_argument("--fan-out", type=int, nargs="+", default=[10, 10])
+    bias.set_defaults(measure=measure_bias)
     times = what.add_parser("time")
     times.add_argument("folder", type=Path, help="for temporary files")
     times.add_argument("--epochs", type=int, default=8)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from graphs import load_graph
 from lightning.pytorch.callbacks import ModelCheckpoint
-from time_report import TrainingTime, time_report
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
@@ -21,7 +20,7 @@ from torch_geometric.transforms import GCNNorm
 from torch_geometric.utils import degree, trim_to_layer
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_mqgnn import GraphStore, MQGNNDataModule
+from lightning_mqgnn import GraphStore, MQGNNDataModule, PipelineMonitor
 
 
 class NodeClassifier(L.LightningModule):
@@ -126,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, test the best checkpoint, and say where the time went."""
+    """Train, say where the time went, and test the best checkpoint."""
     arguments = parse_arguments()
     L.seed_everything(arguments.seed, verbose=False)
     data = load_graph(arguments.dataset)
@@ -150,25 +149,24 @@ def main() -> None:
         lr=arguments.lr,
         weight_decay=arguments.weight_decay,
     )
-    training_time = TrainingTime()
+    monitor = PipelineMonitor()
     trainer = L.Trainer(
         strategy=arguments.strategy,
         accelerator=arguments.accelerator,
         devices=arguments.devices,
         max_epochs=arguments.epochs,
-        callbacks=[training_time, ModelCheckpoint(monitor="val_accuracy", mode="max")],
+        callbacks=[monitor, ModelCheckpoint(monitor="val_accuracy", mode="max")],
         default_root_dir="runs",
         log_every_n_steps=10,
     )
     trainer.fit(module, datamodule=datamodule)
-    report = time_report(trainer, datamodule, training_time.seconds)
     (result,) = trainer.test(datamodule=datamodule, ckpt_path="best", verbose=False)
     if trainer.is_global_zero:
-        print(f"\nTest accuracy: {result['test_accuracy']:.4f} (best epoch on the validation nodes)\n\n{report}\n")
+        print(f"\nTest accuracy: {result['test_accuracy']:.4f} (best epoch on the validation nodes)")
         if arguments.json:
+            seconds = monitor.summary.seconds if monitor.summary else 0.0
             with arguments.json.open("a") as file:
-                settings = {**vars(arguments), "json": None}
-                file.write(json.dumps({**settings, **result, "seconds": training_time.seconds}) + "\n")
+                file.write(json.dumps({**vars(arguments), "json": None, **result, "seconds": seconds}) + "\n")
 
 
 if __name__ == "__main__":
