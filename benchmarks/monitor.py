@@ -2,8 +2,8 @@
 
 python benchmarks/monitor.py
 
-The compute stage sleeps for 5 ms, in a Trainer's loop with a logger. Runs take turns; CPU time, since what is asked for
-is a hundredth of a step, less than sleeping is exact to.
+The compute stage multiplies matrices for some 5 ms, in a Trainer's loop with a logger. Runs take turns. Counted is CPU
+time outside of that stage: a hundredth of a step is less than its own time is exact to.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch_geometric.data import Data
 from lightning_mqgnn import GraphStore, MQGNNDataModule, PipelineMonitor, synthetic_graph
 
 _SKIPPED = 20  # steps until the queues are full
+_PRODUCTS = 2  # of matrices, in a step
 SETTINGS: dict[str, tuple[int | Literal["auto"], bool]] = {  # queue_size, and whether there is a monitor
     "nothing": (2, False),
     '`queue_size="auto"`': ("auto", False),
@@ -31,7 +32,7 @@ SETTINGS: dict[str, tuple[int | Literal["auto"], bool]] = {  # queue_size, and w
 
 
 class StandIn(L.LightningModule):
-    """Computes nothing for 5 ms."""
+    """Computes nothing of use for some milliseconds."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -39,13 +40,18 @@ class StandIn(L.LightningModule):
         self.marks: list[tuple[float, float]] = []
         self._steps = steps
         self._done = 0
+        self._computed = 0.0
+        self._matrix = torch.full((512, 512), 1 / 512)
 
     def training_step(self, batch: Data, batch_idx: int) -> None:
-        """Sleep; after the first steps and at the last one, note the CPU time of this thread and of all."""
-        time.sleep(0.005)
+        """Compute; after the first steps and at the last one, note the CPU time of this thread and of all."""
+        began = time.thread_time()
+        for _ in range(_PRODUCTS):
+            self._matrix = self._matrix @ self._matrix
+        self._computed += time.thread_time() - began
         self._done += 1
         if self._done in (_SKIPPED, self._steps):
-            self.marks.append((time.thread_time(), time.process_time()))
+            self.marks.append((time.thread_time() - self._computed, time.process_time() - self._computed))
 
     def configure_optimizers(self) -> Any:
         """There is nothing to optimise."""

@@ -89,7 +89,7 @@ class _Free:
 
 def num_bytes_of(batch: Data) -> int:
     """Bytes of the tensors of a batch."""
-    return sum(_nbytes(value) for value in batch.to_dict().values() if isinstance(value, Tensor))
+    return sum(_nbytes(value) for store in batch.stores for value in store.values() if isinstance(value, Tensor))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+# Names of the files with the use and the limit of memory, and of the statistic of what can be taken back: version 2, 1.
+_CONTROL_GROUP_FILES = (
+    ("memory.current", "memory.max", "inactive_file"),
+    ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
+)
+
 
 class Memory(NamedTuple):
     """Bytes that are used, and that there are."""
@@ -21,7 +27,7 @@ def host_memory() -> Memory:
     What the system can take back at once, such as the page cache, does not count as used.
     """
     machine = psutil.virtual_memory()
-    readings = [Memory(machine.total - machine.available, machine.total), *_control_groups()]
+    readings = [Memory(machine.total - machine.available, machine.total), *_control_groups(machine.total)]
     return min(readings, key=lambda memory: memory.limit - memory.used)
 
 
@@ -58,20 +64,20 @@ def device_utilisation(device: torch.device) -> float | None:
         return None
 
 
-def _control_groups() -> list[Memory]:
-    """What the control groups of this process, version 1 or 2, say; nothing without a limit."""
+def _control_groups(total: int) -> list[Memory]:
+    """What the control groups of this process, version 1 or 2, say; nothing where the limit is not below `total`."""
     readings = []
     for folder in _control_group_folders():
-        unified = (folder / "memory.max").exists()
-        names = ("memory.current", "memory.max") if unified else ("memory.usage_in_bytes", "memory.limit_in_bytes")
-        try:
-            used, limit = ((folder / name).read_text().strip() for name in names)
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        reclaimable = statistics.get("inactive_file" if unified else "total_inactive_file", 0)
-        if limit != "max" and int(limit) < psutil.virtual_memory().total:
-            readings.append(Memory(max(int(used) - int(reclaimable), 0), int(limit)))
+        for current, most, inactive in _CONTROL_GROUP_FILES:
+            try:
+                limit = int((folder / most).read_text())
+                if limit >= total:  # version 1 writes a huge number for no limit
+                    break
+                used = int((folder / current).read_text())
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # not this version, or "max"
+                continue
+            readings.append(Memory(max(used - int(statistics.get(inactive, 0)), 0), limit))
     return readings
 
 

@@ -141,7 +141,7 @@ class _Exchange:
                 waiter.lock.release()
 
     def count_left(self) -> int:
-        return sum(not isinstance(value, _Waiter) for value in list(self._left.values()))
+        return sum([type(value) is not _Waiter for value in list(self._left.values())])
 
     def _wait(self, number: int) -> Any:
         waiter = _Waiter()

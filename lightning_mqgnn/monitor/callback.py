@@ -2,21 +2,22 @@
 
 import logging
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from rich.console import Console
-from torch_geometric.data import Data
 
 from lightning_mqgnn.adaptive import AdaptiveQueueCallback
 from lightning_mqgnn.datamodule import MQGNNDataModule
 from lightning_mqgnn.loader import MQGNNLoader, StageState
-from lightning_mqgnn.monitor.recording import Recording, Work
+from lightning_mqgnn.monitor.recording import Counts, Recording, Work, count_in
 from lightning_mqgnn.monitor.report import (
     Diagnosis,
     ExchangeSummary,
@@ -26,13 +27,15 @@ from lightning_mqgnn.monitor.report import (
     diagnose,
 )
 from lightning_mqgnn.monitor.timeline import TRAINING, Level, Resize, Timeline, draw, write_trace
+from lightning_mqgnn.pipeline import QueueLevel
 from lightning_mqgnn.probes import device_memory, device_utilisation, host_memory, process_memory, processors
 from lightning_mqgnn.racom import RaCoMExchange
 
 _log = logging.getLogger(__name__)
 
 _BAR_INTERVAL = 1.0  # seconds between two looks at what the bar shows
-_EVENTS_PER_BATCH = 8  # stages, training and queues; what the timeline remembers is so many times its batches
+_PROBE_INTERVAL = 1.0  # seconds; to ask the system takes a millisecond
+_STEPS_PER_BATCH = 6  # stages and training; what the recording remembers is so many times the batches of the timeline
 
 
 class PipelineMonitor(Callback):
@@ -71,26 +74,34 @@ class PipelineMonitor(Callback):
         self._report = report
         self._progress_bar = progress_bar
         self._timeline_batches = timeline_batches
-        self._begin()
+        self._begin(None)
 
-    def _begin(self) -> None:
-        self._recording = Recording(_EVENTS_PER_BATCH * self._timeline_batches)
-        self._levels: deque[Level] = deque(maxlen=_EVENTS_PER_BATCH * self._timeline_batches)
+    def _begin(self, loader: MQGNNLoader | None) -> None:
+        keep = _STEPS_PER_BATCH * self._timeline_batches
+        self._loader = loader
+        self._others = Counts()
+        self._recording = Recording(keep)
+        if loader is not None:
+            self._recording = Recording(keep, partial(_levels, weakref.ref(loader)))
+            loader.observer = self._recording.begin_pass
         self._clock = _Clock()
         self._resumed = self._step_began = 0.0
         self._first: _Snapshot | None = None
         self._logged: _Snapshot | None = None
         self._shown: _Snapshot | None = None
         self._bar_texts: dict[str, str] = {}
+        self._probed: _Probed | None = None
+        self._has_bar = False
+        self._log_every_n_steps = 1
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begin to record."""
-        self._begin()
         loader = trainer.train_dataloader
-        if isinstance(loader, MQGNNLoader):
-            loader.observer = self._recording.begin_pass
+        self._begin(loader if isinstance(loader, MQGNNLoader) else None)
+        self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         bar: Any = trainer.progress_bar_callback
-        if self._progress_bar and bar is not None:
+        self._has_bar = self._progress_bar and bar is not None
+        if self._has_bar:
             own: Callable[..., dict[str, Any]] = bar.get_metrics
             bar.get_metrics = lambda *arguments: {**own(*arguments), **self._bar_texts}
 
@@ -118,37 +129,36 @@ class PipelineMonitor(Callback):
         clock.between += self._step_began - self._resumed
         self._resumed = now
         clock.batches += 1
-        if isinstance(batch, Data):
-            clock.seeds += int(batch.get("batch_size") or 0)
-            clock.edges += len(batch.e_id) if "e_id" in batch else batch.num_edges
-        loader = trainer.train_dataloader
-        if self._timeline_batches and isinstance(loader, MQGNNLoader):
-            item = self._recording.num_passes, loader.num_yielded - 1
-            self._recording.work.append(Work(item, TRAINING, TRAINING, self._step_began, now))
-            for name, level in loader.levels().items():
-                self._levels.append(Level(now, name, *level))
+        if self._loader is None:
+            self._others = self._others.plus(*count_in(batch))
+        else:
+            recording = self._recording
+            recording.num_taken = taken = self._loader.num_yielded
+            recording.work.append(Work((recording.num_passes, taken - 1), TRAINING, TRAINING, self._step_began, now))
         if self._first is None:
             self._first = self._logged = self._shown = self._look(trainer)
             return
         assert self._logged is not None
         assert self._shown is not None
-        if self._progress_bar and now - self._shown.time >= _BAR_INTERVAL:
-            recent = self._summarise(trainer, self._shown, self._look(trainer))
-            self._shown = self._look(trainer)
+        if self._has_bar and now - self._shown.time >= _BAR_INTERVAL:
+            snapshot = self._look(trainer)
+            recent = self._summarise(trainer, self._shown, snapshot)
+            self._shown = snapshot
             self._bar_texts = {
                 "seeds/s": f"{recent.seeds / max(recent.seconds, 1e-9):,.0f}",
                 "bottleneck": diagnose(recent).bottleneck,
             }
-        if trainer.loggers and trainer._logger_connector.should_update_logs:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # what Lightning's own metrics are logged at
+        if trainer.loggers and (step + 1) % self._log_every_n_steps == 0:
             snapshot = self._look(trainer)
             metrics = _metrics(self._summarise(trainer, self._logged, snapshot))
             self._logged = snapshot
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Report."""
-        if self._first is not None and self._clock.batches > self._first.clock.batches:
+        if self._first is not None and self._clock.batches > self._first.batches:
             self.summary = self._summarise(trainer, self._first, self._look(trainer))
             self.diagnosis = diagnose(self.summary)
             if trainer.is_global_zero:
@@ -166,18 +176,16 @@ class PipelineMonitor(Callback):
         bar = trainer.progress_bar_callback
         if bar is not None:
             bar.__dict__.pop("get_metrics", None)
-        loader = trainer.train_dataloader
-        if isinstance(loader, MQGNNLoader):
-            loader.observer = None
+        if self._loader is not None:
+            self._loader.observer = None
 
     def _look(self, trainer: "pl.Trainer") -> "_Snapshot":
-        loader = trainer.train_dataloader
         datamodule = getattr(trainer, "datamodule", None)
         stages: dict[str, StageState] = {}
-        wait = self._clock.between
-        if isinstance(loader, MQGNNLoader):
-            stages = {state.stage.name: state for state in loader.stages()}
-            wait = loader.times()[0]
+        wait, counts = self._clock.between, self._others
+        if self._loader is not None:
+            stages = {state.stage.name: state for state in self._loader.stages()}
+            wait, counts = self._loader.times()[0], self._recording.taken()
         hits = {}
         if isinstance(datamodule, MQGNNDataModule):
             features, subgraphs = datamodule.feature_report(), datamodule.subgraph_counts()
@@ -188,7 +196,9 @@ class PipelineMonitor(Callback):
         exchange = _exchange(trainer)
         return _Snapshot(
             time=time.perf_counter(),
-            clock=self._clock.copy(),
+            seconds=self._clock.seconds,
+            batches=self._clock.batches,
+            counts=counts,
             wait=wait,
             exchange_wait=0.0 if exchange is None else exchange.seconds,
             exchanged=0 if exchange is None else exchange.bytes,
@@ -201,7 +211,7 @@ class PipelineMonitor(Callback):
 
     def _summarise(self, trainer: "pl.Trainer", before: "_Snapshot", after: "_Snapshot") -> Summary:
         passed = max(after.time - before.time, 1e-9)
-        seconds = after.clock.seconds - before.clock.seconds  # without validation, in which the stages have a rest
+        seconds = after.seconds - before.seconds  # without validation, in which the stages have a rest
         stages = []
         for name, state in after.stages.items():
             shares = state.since(before.stages.get(name), seconds)
@@ -224,11 +234,8 @@ class PipelineMonitor(Callback):
             )
         here = processors()
         busy = (after.processor_seconds - before.processor_seconds) / passed
-        device = trainer.strategy.root_device
-        memory = {"host": tuple(host_memory()), "process": (process_memory(), host_memory().limit)}
-        on_device = device_memory(device)
-        if on_device is not None:
-            memory["device"] = tuple(on_device)
+        if self._probed is None or after.time - self._probed.time > _PROBE_INTERVAL:
+            self._probed = _probe(trainer.strategy.root_device, after.time)
         exchange = _exchange(trainer)
         datamodule = getattr(trainer, "datamodule", None)
         ours = datamodule if isinstance(datamodule, MQGNNDataModule) else None
@@ -236,9 +243,9 @@ class PipelineMonitor(Callback):
             seconds=seconds,
             wait=after.wait - before.wait,
             exchange_wait=after.exchange_wait - before.exchange_wait,
-            batches=after.clock.batches - before.clock.batches,
-            seeds=after.clock.seeds - before.clock.seeds,
-            edges=after.clock.edges - before.clock.edges,
+            batches=after.batches - before.batches,
+            seeds=after.counts.seeds - before.counts.seeds,
+            edges=after.counts.edges - before.counts.edges,
             stages=tuple(stages),
             exchange=None if exchange is None else _summary_of(exchange, before, after),
             hit_rates={
@@ -252,8 +259,8 @@ class PipelineMonitor(Callback):
             memory_bound=_is_short_of_memory(trainer),
             processors=busy / here,
             spare_threads=max(int(here / max(trainer.num_devices, 1) - busy), 0),
-            memory={place: (int(used), int(limit)) for place, (used, limit) in memory.items()},
-            utilisation=device_utilisation(device),
+            memory=self._probed.memory,
+            utilisation=self._probed.utilisation,
         )
 
     def _save_timeline(self, trainer: "pl.Trainer") -> None:
@@ -265,7 +272,8 @@ class PipelineMonitor(Callback):
             if isinstance(callback, AdaptiveQueueCallback)
             for when, change in callback.changes
         ]
-        timeline = Timeline(list(self._recording.work), list(self._levels), resizes, trainer.global_rank)
+        levels = [Level(when, name, *level) for when, of in self._recording.levels for name, level in of.items()]
+        timeline = Timeline(list(self._recording.work), levels, resizes, trainer.global_rank)
         timeline = timeline.last_batches(self._timeline_batches)
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         write_trace(timeline, folder / "mqgnn-timeline.json")
@@ -291,28 +299,41 @@ class PipelineMonitor(Callback):
             _log_histogram(logger, "mqgnn/racom/staleness_histogram", late, trainer.global_step)
 
 
-class _Clock:
-    """The training thread's time, and what it trained on."""
+class _Probed(NamedTuple):
+    """What the system says of memory and the device, at a time."""
 
-    __slots__ = ("batches", "between", "edges", "seconds", "seeds")
+    time: float
+    memory: dict[str, tuple[int, int]]
+    utilisation: float | None
+
+
+def _probe(device: torch.device, now: float) -> _Probed:
+    host = host_memory()
+    memory = {"host": (host.used, host.limit), "process": (process_memory(), host.limit)}
+    on_device = device_memory(device)
+    if on_device is not None:
+        memory["device"] = on_device.used, on_device.limit
+    return _Probed(now, memory, device_utilisation(device))
+
+
+class _Clock:
+    """The training thread's time, and how many batches it trained on."""
+
+    __slots__ = ("batches", "between", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.between = 0.0  # from the end of a step to the begin of the next
-        self.batches = self.seeds = self.edges = 0
-
-    def copy(self) -> "_Clock":
-        twin = _Clock()
-        for name in self.__slots__:
-            setattr(twin, name, getattr(self, name))
-        return twin
+        self.batches = 0
 
 
 class _Snapshot(NamedTuple):
     """All counters at a time."""
 
     time: float
-    clock: _Clock
+    seconds: float
+    batches: int
+    counts: Counts
     wait: float
     exchange_wait: float
     exchanged: int
@@ -321,6 +342,12 @@ class _Snapshot(NamedTuple):
     nbytes: dict[str, int]
     hits: dict[str, tuple[int, int]]
     processor_seconds: float
+
+
+def _levels(loader: "weakref.ref[MQGNNLoader]") -> dict[str, QueueLevel]:
+    """How full its queues are; the threads that ask must not keep it alive, see `Pipeline`."""
+    alive = loader()
+    return {} if alive is None else alive.levels()
 
 
 def _exchange(trainer: "pl.Trainer") -> RaCoMExchange | None:
