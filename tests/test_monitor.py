@@ -43,8 +43,8 @@ QUIET = {
 
 
 def fit(monitor, datamodule, *callbacks, seconds=0.0, **arguments):
-    arguments = {**QUIET, **arguments}
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor, *callbacks], **arguments)
+    arguments = {**QUIET, "max_epochs": 1, **arguments}
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[monitor, *callbacks], **arguments)
     trainer.fit(SlowSage(seconds), datamodule=datamodule)
     return trainer
 
@@ -124,6 +124,21 @@ def test_of_another_loader_it_says_how_long_training_waited():
     assert "MQGNNDataModule" in monitor.diagnosis.advice
     assert monitor.summary.wait > 0.5 * monitor.summary.seconds
     assert monitor.summary.seeds == sum(batch.batch_size for batch in batches[1:])
+
+
+@pytest.mark.parametrize("limit", [7, 1.0])
+def test_what_was_trained_on_is_counted_and_not_what_was_made_ahead(limit):
+    monitor = PipelineMonitor(report=False, timeline_batches=0)
+    counts = []
+
+    class Count(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            counts.append((batch.batch_size, batch.num_edges))
+
+    fit(monitor, large(queue_size=8), Count(), max_epochs=3, limit_train_batches=limit)
+    assert len(counts) == 3 * (7 if limit == 7 else 75)
+    seeds, edges = zip(*counts[1:], strict=True)  # the first is not counted
+    assert (monitor.summary.batches, monitor.summary.seeds, monitor.summary.edges) == (len(seeds), sum(seeds), sum(edges))
 
 
 SUMMARY = Summary(seconds=10, wait=0, exchange_wait=0, batches=100, seeds=100, edges=1000)
