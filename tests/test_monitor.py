@@ -138,7 +138,11 @@ def test_what_was_trained_on_is_counted_and_not_what_was_made_ahead(limit):
     fit(monitor, large(queue_size=8), Count(), max_epochs=3, limit_train_batches=limit)
     assert len(counts) == 3 * (7 if limit == 7 else 75)
     seeds, edges = zip(*counts[1:], strict=True)  # the first is not counted
-    assert (monitor.summary.batches, monitor.summary.seeds, monitor.summary.edges) == (len(seeds), sum(seeds), sum(edges))
+    assert (monitor.summary.batches, monitor.summary.seeds, monitor.summary.edges) == (
+        len(seeds),
+        sum(seeds),
+        sum(edges),
+    )
 
 
 SUMMARY = Summary(seconds=10, wait=0, exchange_wait=0, batches=100, seeds=100, edges=1000)

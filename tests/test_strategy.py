@@ -389,11 +389,13 @@ def test_a_search_for_the_learning_rate_leaves_nothing_behind(asynchronous):
 
 @pytest.mark.parametrize(("strategy", "advice"), [("lockstep", "let ranks step by themselves"), ("racom", "bfloat16")])
 def test_a_slow_network_is_named_by_the_monitor(outcomes, asynchronous, strategy, advice):
+    started = outcomes if strategy == "lockstep" else asynchronous
     for rank in (0, 1):
-        outcome = (outcomes if strategy == "lockstep" else asynchronous)(strategy, "slow_network", rank)
+        outcome = started(strategy, "slow_network", rank)
         assert outcome["diagnosis"].bottleneck == "network"
         assert advice in outcome["diagnosis"].advice
         assert outcome["summary"].exchange_wait > 0.05
+    assert (started.folder / f"{strategy}-2" / "slow_network" / "mqgnn-timeline.json").exists()
 
 
 # Which nodes are visited

@@ -1,6 +1,7 @@
 """PipelineMonitor: measures a run and says, while it runs and at its end, what it waits for."""
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from lightning_mqgnn.racom import RaCoMExchange
 _log = logging.getLogger(__name__)
 
 _BAR_INTERVAL = 1.0  # seconds between two looks at what the bar shows
+_WORTH_A_THREAD = 0.2  # of a processor that is free
 _PROBE_INTERVAL = 1.0  # seconds; to ask the system takes a millisecond
 _STEPS_PER_BATCH = 6  # stages and training; what the recording remembers is so many times the batches of the timeline
 
@@ -93,11 +95,13 @@ class PipelineMonitor(Callback):
         self._probed: _Probed | None = None
         self._has_bar = False
         self._log_every_n_steps = 1
+        self._folder = Path()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begin to record."""
         loader = trainer.train_dataloader
         self._begin(loader if isinstance(loader, MQGNNLoader) else None)
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: all ranks must ask
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         bar: Any = trainer.progress_bar_callback
         self._has_bar = self._progress_bar and bar is not None
@@ -258,7 +262,7 @@ class PipelineMonitor(Callback):
             edge_format="coo" if ours is None else ours.edge_format,
             memory_bound=_is_short_of_memory(trainer),
             processors=busy / here,
-            spare_threads=max(int(here / max(trainer.num_devices, 1) - busy), 0),
+            spare_threads=max(math.ceil(here / max(trainer.num_devices, 1) - busy - _WORTH_A_THREAD), 0),
             memory=self._probed.memory,
             utilisation=self._probed.utilisation,
         )
@@ -275,7 +279,7 @@ class PipelineMonitor(Callback):
         levels = [Level(when, name, *level) for when, of in self._recording.levels for name, level in of.items()]
         timeline = Timeline(list(self._recording.work), levels, resizes, trainer.global_rank)
         timeline = timeline.last_batches(self._timeline_batches)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = self._folder
         write_trace(timeline, folder / "mqgnn-timeline.json")
         try:
             figure = draw(timeline)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 _MATTERS = 0.1  # share of the time that a wait must take to be the bottleneck
@@ -175,7 +176,7 @@ def _loader(summary: Summary, share: float) -> Diagnosis:
 
 
 def _advice_for(stage: StageSummary, summary: Summary) -> str:
-    waits = stage.on_cpu < _ON_CPU
+    waits = stage.on_cpu < _ON_CPU and summary.processors < _NO_PROCESSOR_LEFT
     can_add = summary.spare_threads > 0 or waits
     more = max(stage.threads, 0) + 1
     if stage.name == "sample":
@@ -212,6 +213,9 @@ def as_table(summary: Summary, diagnosis: Diagnosis) -> Table:
         f"One thing to change: {diagnosis.advice}",
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),  # else a terminal of 80 columns would cut the titles
     )
     table.add_column("stage")
     for name in ("threads", "busy", "starved", "blocked", "ms p50", "ms p99", "MB/s", "queue"):

@@ -175,10 +175,10 @@ def slow_network(strategy: str, folder: Path) -> dict[str, Any]:
         work = all_reduce(*arguments, async_op=async_op, **keywords)
         return SlowWork(work, 0.05) if async_op else work
 
-    monitor = PipelineMonitor(timeline_batches=0)
+    monitor = PipelineMonitor(timeline_batches=5)
     dist.all_reduce = slow
     try:
-        outcome = fit(Sage(adamw), strategy, callbacks=[monitor])
+        outcome = fit(Sage(adamw), strategy, callbacks=[monitor], default_root_dir=folder / "slow_network")
     finally:
         dist.all_reduce = all_reduce
     return {**outcome, "diagnosis": monitor.diagnosis, "summary": monitor.summary}
