@@ -124,7 +124,7 @@ class Pipeline(Iterator[Any]):
         tasks: The items that go into the first stage. They may become more while the pipeline runs: each is asked for
             by its number, when the first stage is free for it. An IndexError says that there are no more, for good.
         stages: The stages, in the order in which items pass them.
-        observer: Told of each item that passed a stage.
+        observer: Told of each item that passed a stage. What it raises befalls the item.
 
     Attributes:
         num_yielded: Results that were yielded so far.
@@ -345,7 +345,10 @@ class _Chain:
             clock.cpu += time.thread_time() - cpu
             clock.items += 1
             if self._observer is not None and not isinstance(item, _Failure):
-                self._observer(stage.name, number, began, ended, item)
+                try:
+                    self._observer(stage.name, number, began, ended, item)
+                except BaseException as error:  # somebody will wait for this item
+                    item = _Failure(error)
         return item
 
 

@@ -331,3 +331,16 @@ def test_an_observer_sees_each_item_in_each_stage():
         *(("second", n, 4 * n) for n in range(5)),
     ]
     assert all(began <= ended for _, _, began, ended, _ in seen)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_an_observer_raises_is_raised_at_its_item(threads):
+    def observe(stage, number, *_):
+        if number == 3:
+            raise KeyError("planted")
+
+    pipeline = Pipeline(range(9), [Stage("double", double, threads)], observe)
+    assert [next(pipeline) for _ in range(3)] == [0, 2, 4]
+    with pytest.raises(KeyError, match="planted"):
+        next(pipeline)
+    assert our_threads() == []

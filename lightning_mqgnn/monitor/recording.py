@@ -16,7 +16,7 @@ from lightning_mqgnn.sampling import SampledSubgraph
 
 MAKES_BATCHES = "prepare"  # the stage
 _LATENCIES = 1024  # of the latest items of a thread
-_AHEAD = 4096  # batches that may be ready and not yet taken, far more than any queue holds
+_AHEAD = 1024  # batches that may be ready and not yet taken, far more than any queue holds
 
 
 class Work(NamedTuple):
