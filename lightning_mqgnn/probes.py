@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pynvml
 import torch
 
 # Names of the files with the use and the limit of memory, and of the statistic of what can be taken back: version 2, 1.
@@ -55,12 +56,10 @@ def device_utilisation(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     try:
-        import pynvml
-
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID("GPU-" + str(torch.cuda.get_device_properties(device).uuid))
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return None
 
 

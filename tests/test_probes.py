@@ -1,6 +1,7 @@
 """Readings of memory: real ones of this process, and those of control groups from files as Linux writes them."""
 
 import mmap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from graphs import random_graph
 
 from lightning_mqgnn import GraphStore, probes
 from lightning_mqgnn.graph import memory
-from lightning_mqgnn.probes import Memory, host_memory, process_memory, processors
+from lightning_mqgnn.probes import Memory, device_memory, device_utilisation, host_memory, process_memory, processors
 
 MIB = 2**20
 
@@ -84,6 +85,38 @@ def test_without_groups_it_is_the_machine(groups, lines):
     groups(lines)
     machine = probes.psutil.virtual_memory().total
     assert host_memory().limit == machine
+
+
+class FakeNVML:
+    """A driver with one device, or none that answers."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.asked = []
+
+    def nvmlInit(self):
+        if not self.answers:
+            raise self.NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self.asked.append(uuid)
+        return "handle"
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=37, memory=4)
+
+
+@pytest.mark.parametrize(("answers", "expected"), [(True, 0.37), (False, None)])
+def test_the_utilisation_is_that_of_the_devices_own_id_or_unknown(monkeypatch, answers, expected):
+    nvml = FakeNVML(answers)
+    monkeypatch.setattr(probes, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2-3"))
+    assert device_utilisation(torch.device("cuda", 0)) == expected
+    assert nvml.asked == ["GPU-1-2-3"] * answers
+    assert device_utilisation(torch.device("cpu")) is None
+    assert device_memory(torch.device("cpu")) is None
 
 
 def flags_of(tensor):
