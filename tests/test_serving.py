@@ -79,10 +79,25 @@ class Gate:
         self.go_on.release(10**6)
 
 
-def stop_the_clock(monkeypatch, now):
-    """Let the time that requests and batches take be that of `now[0]`."""
-    for module in (requests, server):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+class TimedGate(Gate):
+    """An open gate that takes 10 ms, and 1 ms per seed, of a clock that stands still otherwise."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(is_open=True)
+        self.now = 0.0
+        for module in (requests, server):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def __call__(self, batch):
+        rows = super().__call__(batch)
+        self.now += 0.010 + 0.001 * batch.batch_size
+        return rows
+
+    def shut(self):
+        """Begin to hold batches, and to note their sizes anew."""
+        while self.go_on.acquire(blocking=False):
+            pass
+        del self.sizes[:]
 
 
 def fill(pipeline, gate, requests=([0], [1], [2])):
@@ -265,21 +280,11 @@ def test_requests_that_come_while_the_model_is_busy_share_a_batch():
 
 
 def test_beside_another_a_batch_is_begun_when_it_is_worth_its_fixed_cost(monkeypatch):
-    now = [0.0]
-    stop_the_clock(monkeypatch, now)
-    gate = Gate(is_open=True)
-
-    def model(batch):
-        rows = gate(batch)
-        now[0] += 0.010 + 0.001 * batch.batch_size
-        return rows
-
-    with serve(model, latency_target=math.inf) as pipeline:
+    gate = TimedGate(monkeypatch)
+    with serve(gate, latency_target=math.inf) as pipeline:
         for size in (1, 10, 20):
             pipeline.predict(range(size))
-        while gate.go_on.acquire(blocking=False):
-            pass
-        del gate.sizes[:]
+        gate.shut()
         fill(pipeline, gate, [[0]])
         futures = [pipeline.submit([node]) for node in range(12)]
         until(lambda: pipeline.report().batches == 5)
@@ -297,22 +302,12 @@ def test_requests_for_more_than_a_batch_are_split_and_joined_again():
 
 
 def test_a_batch_takes_as_many_requests_as_the_latency_target_allows(monkeypatch):
-    now = [0.0]  # passes in the model alone, 10 ms and 1 ms per seed
-    stop_the_clock(monkeypatch, now)
-    gate = Gate(is_open=True)
-
-    def model(batch):
-        rows = gate(batch)
-        now[0] += 0.010 + 0.001 * batch.batch_size
-        return rows
-
-    with serve(model, latency_target=0.050) as pipeline:
+    gate = TimedGate(monkeypatch)
+    with serve(gate, latency_target=0.050) as pipeline:
         for size in (1, 10, 20, 5, 90):
             pipeline.predict(range(size))
         assert pipeline.report().p50 == pytest.approx(0.020)
-        while gate.go_on.acquire(blocking=False):
-            pass
-        del gate.sizes[:]
+        gate.shut()
         futures = [*fill(pipeline, gate, ([0], range(12), range(12))), *(pipeline.submit([node]) for node in range(90))]
         gate.go_on.release()
         until(lambda: pipeline.report().batches == 9)
