@@ -45,10 +45,14 @@ class StageState(NamedTuple):
         """What happened in the so many seconds since the state was `before`; None for the beginning."""
         old, new = StageClock() if before is None else before.clock, self.clock
         busy, threads_seconds = new.busy - old.busy, max(seconds * max(self.stage.threads, 1), 1e-9)
+        share = min(busy / threads_seconds, 1.0)
+        starved = (new.wait_for_input - old.wait_for_input) / threads_seconds
+        blocked = (new.wait_for_room - old.wait_for_room) / threads_seconds
+        fits = min((1.0 - share) / max(starved + blocked, 1e-9), 1.0)  # they waited in what `seconds` leaves out, too
         return Shares(
-            busy=min(busy / threads_seconds, 1.0),
-            starved=min((new.wait_for_input - old.wait_for_input) / threads_seconds, 1.0),
-            blocked=min((new.wait_for_room - old.wait_for_room) / threads_seconds, 1.0),
+            busy=share,
+            starved=fits * starved,
+            blocked=fits * blocked,
             on_cpu=min((new.cpu - old.cpu) / max(busy, 1e-9), 1.0),
             items=new.items - old.items,
         )

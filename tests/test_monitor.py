@@ -95,6 +95,9 @@ def test_slow_compute_is_named(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "Bottleneck: compute." in said
     assert "One thing to change:" in said
+    for stage in monitor.summary.stages:  # though they also waited while the model was validated
+        assert stage.busy + stage.starved + stage.blocked <= 1 + 1e-9
+        assert stage.blocked > 0.5
     assert "sample" in said
 
 

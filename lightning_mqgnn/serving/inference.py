@@ -37,8 +37,8 @@ class InferencePipeline:
     node that is reached in several hops stands in the batch once for each of them; else the batch is one as
     `MQGNNDataModule` yields it. Models that look at their batch as a whole, say to normalise over it, are excepted.
 
-    Threads start with the first request. They end with `close`, at the interpreter's exit, or when the object is
-    dropped; then requests that wait are still answered.
+    Threads start with the first request. They end with `close`; when the object is dropped, once all requests are
+    answered; and at the interpreter's exit, where requests that no batch was begun for are cancelled.
 
     Args:
         model: Called with a batch (a LightningModule's `predict_step` with it and the number of the batch) in inference
