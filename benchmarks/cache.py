@@ -143,7 +143,7 @@ def measure_bias(arguments: argparse.Namespace) -> None:
             held, asked = preferred.nodes(0), []
             for i, chosen in enumerate(plan.batches(0, 0)[: arguments.batches]):
                 asked.append(sampler.sample(chosen, plan.key(0, i), epoch=0).node)
-            share = np.isin(np.concatenate(asked), held, assume_unique=False).mean()
+            share = np.isin(np.concatenate(asked), held).mean()
             row.append(f"{100 * share:.1f}, {np.mean([len(nodes) for nodes in asked]):.0f}")
         print(f"| {percent} % | " + " | ".join(row) + " |", flush=True)
 

@@ -15,6 +15,7 @@ from torch_geometric.data.data import BaseData
 
 from lightning_mqgnn.adaptive import AdaptiveQueueCallback
 from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
+from lightning_mqgnn.arguments import check_int
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.cache import FeatureCache, SubgraphCache
 from lightning_mqgnn.cache.features import CacheReport, warm_up
@@ -165,17 +166,17 @@ class MQGNNDataModule(LightningDataModule):
                 raise TypeError(f"eval_loader_kwargs holds {name!r}: give only {', '.join(_EVAL_ARGUMENTS)}")
         for arguments in (self._train_arguments, self._eval_arguments):
             check_num_neighbors(arguments["num_neighbors"])
-            _check_int("batch_size", arguments["batch_size"], least=1)
+            check_int("batch_size", arguments["batch_size"], least=1)
             check_edge_format(arguments["edge_format"])
-        _check_int("sampling_threads", sampling_threads, least=0)
-        _check_int("prepare_threads", prepare_threads, least=0)
+        check_int("sampling_threads", sampling_threads, least=0)
+        check_int("prepare_threads", prepare_threads, least=0)
         if isinstance(queue_size, str) and queue_size != "auto":
             raise ValueError(f"queue_size={queue_size!r}: give a number of batches, or 'auto'")
         if queue_size != "auto":
-            _check_int("queue_size", queue_size, least=1)
-        _check_int("resample_every", resample_every, least=1)
-        _check_int("redraw_every", redraw_every, least=1)
-        _check_int("seed", seed, least=0)
+            check_int("queue_size", queue_size, least=1)
+        check_int("resample_every", resample_every, least=1)
+        check_int("redraw_every", redraw_every, least=1)
+        check_int("seed", seed, least=0)
         self._caching = CacheSettings(
             resample_every, subgraph_cache, spill_path, feature_cache, feature_policy, cache_bias, redraw_every
         )
@@ -557,13 +558,6 @@ def _always_epoch_0() -> int:
 
 def _no_epoch(epoch: int) -> None:
     return None
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: give an integer")
-    if value < least:
-        raise ValueError(f"{name}={value}: give {least} or more")
 
 
 def _seed_nodes(name: str, nodes: InputNodes, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -48,7 +48,8 @@ class StageState(NamedTuple):
         share = min(busy / threads_seconds, 1.0)
         starved = (new.wait_for_input - old.wait_for_input) / threads_seconds
         blocked = (new.wait_for_room - old.wait_for_room) / threads_seconds
-        fits = min((1.0 - share) / max(starved + blocked, 1e-9), 1.0)  # they waited in what `seconds` leaves out, too
+        # A wait counts when it ends: it may have begun before, or in what `seconds` leaves out.
+        fits = min((1.0 - share) / max(starved + blocked, 1e-9), 1.0)
         return Shares(
             busy=share,
             starved=fits * starved,

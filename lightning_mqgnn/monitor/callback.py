@@ -82,9 +82,8 @@ class PipelineMonitor(Callback):
         keep = _STEPS_PER_BATCH * self._timeline_batches
         self._loader = loader
         self._others = Counts()
-        self._recording = Recording(keep)
+        self._recording = Recording(keep, dict if loader is None else partial(_levels, weakref.ref(loader)))
         if loader is not None:
-            self._recording = Recording(keep, partial(_levels, weakref.ref(loader)))
             loader.observer = self._recording.begin_pass
         self._clock = _Clock()
         self._resumed = self._step_began = 0.0

@@ -64,7 +64,7 @@ class Recording:
         num_taken: Set by the training thread: items of the present pass that came out of it.
     """
 
-    def __init__(self, keep: int, levels: Callable[[], dict[str, QueueLevel]] = dict) -> None:
+    def __init__(self, keep: int, levels: Callable[[], dict[str, QueueLevel]]) -> None:
         self.work: deque[Work] = deque(maxlen=keep)
         self.levels: deque[tuple[float, dict[str, QueueLevel]]] = deque(maxlen=keep)
         self.num_taken = 0
@@ -122,7 +122,8 @@ class Recording:
         self._latencies[stage, thread].append(ended - began)
         self._bytes[stage, thread] += _size_of(item)
         if stage == MAKES_BATCHES:
-            self.levels.append((ended, self._ask_levels()))
+            if self.levels.maxlen:
+                self.levels.append((ended, self._ask_levels()))
             counts = count_in(item)
             with self._lock:
                 if number_of_pass == self._num_passes:

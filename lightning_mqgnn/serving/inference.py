@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_mqgnn.adjacency import check_edge_format, check_edge_weight
+from lightning_mqgnn.arguments import check_int
 from lightning_mqgnn.buffers import BufferPool
 from lightning_mqgnn.graph import GraphStore
 from lightning_mqgnn.pipeline import Stage
@@ -79,9 +80,9 @@ class InferencePipeline:
         check_num_neighbors(num_neighbors)
         check_edge_format(edge_format)
         _check_seconds("latency_target", latency_target)
-        _check_int("max_batch_size", max_batch_size, least=1)
-        _check_int("max_pending", max_pending, least=1)
-        _check_int("seed", seed, least=0)
+        check_int("max_batch_size", max_batch_size, least=1)
+        check_int("max_pending", max_pending, least=1)
+        check_int("seed", seed, least=0)
         if isinstance(data, str | Path):
             data = GraphStore.open(data)
         store = data if isinstance(data, GraphStore) else GraphStore.from_data(data)
@@ -203,13 +204,6 @@ def _node_ids(nodes: Tensor | np.ndarray | Sequence[int], num_nodes: int) -> np.
         bad = ids[(ids < 0) | (ids >= num_nodes)][0]
         raise ValueError(f"nodes hold {bad}: ids go from 0 to {num_nodes - 1}")
     return np.array(ids, np.int64)
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: give an integer")
-    if value < least:
-        raise ValueError(f"{name}={value}: give {least} or more")
 
 
 def _check_seconds(name: str, value: object) -> None:
