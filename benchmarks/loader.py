@@ -5,8 +5,8 @@ python benchmarks/loader.py --fan-out 10 10 10
 python benchmarks/loader.py --nodes 20000 --edges 300000 --batches 5 --rounds 2   # a quick look
 
 A round runs all loaders in turn, so that a slow moment of the machine hits them alike. CPU time is that of the process
-and its workers; wall time is what a consumer that does nothing else sees. The limit is what the batch must touch, at
-the speed that this machine was measured to read random rows, read random cache lines, and write, in one thread.
+and its workers; wall time is what a consumer that does nothing else sees. The limit of the memory is measured
+before each turn: a thread that touches, batch by batch, the memory that our batches touch, and does nothing else.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule, NeighborSampler, synthetic_graph
 from lightning_mqgnn.compiled import prefetch
-from lightning_mqgnn.graph.memory import use_huge_pages
+from lightning_mqgnn.sampling import SampledSubgraph
 
 _WARM_UP = 4  # batches before the clock starts
 
@@ -96,8 +96,8 @@ def _read_lines(flat: np.ndarray, index: np.ndarray) -> Any:
     total = np.uint64(0)
     for i in range(len(index)):
         if i + 32 < len(index):
-            prefetch(flat, np.int64(index[i + 32]) * 8)
-        total ^= flat[np.int64(index[i]) * 8]
+            prefetch(flat, np.uint64(index[i + 32]) * np.uint64(8))
+        total ^= flat[np.uint64(index[i]) * np.uint64(8)]
     return total
 
 
@@ -106,9 +106,9 @@ def _read_rows(source: np.ndarray, index: np.ndarray) -> Any:
     width = np.uint64(source.shape[1])
     flat = source.reshape(-1)
     total = np.uint64(0)
-    for i in range(len(index)):
-        if i + 16 < len(index):
-            ahead = np.uint64(index[i + 16]) * width
+    for i in range(np.uint64(len(index))):
+        if i + np.uint64(16) < np.uint64(len(index)):
+            ahead = np.uint64(index[i + np.uint64(16)]) * width
             for j in range(np.uint64(0), width, np.uint64(8)):
                 prefetch(flat, ahead + j)
         begin = np.uint64(index[i]) * width
@@ -121,60 +121,67 @@ read_lines: Any = numba.njit(nogil=True)(_read_lines)
 read_rows: Any = numba.njit(nogil=True)(_read_rows)
 
 
-def best_of(function: Callable[..., Any], *arguments: np.ndarray) -> float:
-    """Seconds of CPU of the fastest of some calls."""
-    function(*arguments)
-    seconds = []
-    for _ in range(7):
-        began = time.thread_time()
-        function(*arguments)
-        seconds.append(time.thread_time() - began)
-    return min(seconds)
+class Limit:
+    """Touches what the batches of a pass touch, where they touch it, once, and does nothing else.
+
+    That is: each feature row, and each other distinct cache line in the order in which it is needed first, read; and as
+    many bytes as a batch has, written.
+    """
+
+    def __init__(self, store: GraphStore, blocks: list[SampledSubgraph]) -> None:
+        assert store.edge_id is not None
+        self._blocks = blocks
+        self._x = store.node_attrs["x"].numpy().view(np.uint64)
+        table = np.zeros(store.num_nodes, np.int64)
+        arrays = (store.colptr.numpy(), store.row.numpy(), table, store.edge_id.numpy(), store.node_attrs["y"].numpy())
+        self._arrays = [array.view(np.uint8)[: array.nbytes // 64 * 64].view(np.uint64) for array in arrays]
+        self._lines = []
+        for block in blocks:
+            targets = block.node[: len(block.colptr) - 1]
+            touched = (targets, block.position, block.node, block.position, block.node)
+            pairs = zip(touched, arrays, strict=True)
+            self._lines.append([_lines(index, array) for index, array in pairs])
+        row_bytes = self._x.shape[1] * 8
+        self._bytes = [  # x, y and n_id; edge_index and e_id
+            len(block.node) * (row_bytes + 8 + 8) + len(block.row) * (16 + 8) for block in blocks
+        ]
+        self._out = [np.zeros(max(self._bytes), np.uint8) for _ in range(4)]  # in turn, as a loader's buffers
+
+    def measure(self) -> tuple[float, float, float]:
+        """Milliseconds of CPU per batch for rows, for other cache lines, and for what is written."""
+        seconds = np.zeros(3)
+        for i, block in enumerate(self._blocks):
+            times = [time.thread_time()]
+            read_rows(self._x, block.node)
+            times.append(time.thread_time())
+            for array, lines in zip(self._arrays, self._lines[i], strict=True):
+                read_lines(array, lines)
+            times.append(time.thread_time())
+            self._out[i % len(self._out)][: self._bytes[i]].fill(i)
+            times.append(time.thread_time())
+            seconds += np.diff(times)
+        rows, lines, written = (seconds / len(self._blocks) * 1e3).tolist()
+        return rows, lines, written
+
+    def sizes(self) -> dict[str, float]:
+        """What a batch touches."""
+        count = len(self._blocks)
+        nodes = sum(len(block.node) for block in self._blocks) / count
+        return {
+            "nodes per batch": nodes,
+            "edges per batch": sum(len(block.row) for block in self._blocks) / count,
+            "MB of rows": nodes * self._x.shape[1] * 8 / 1e6,
+            "MB of other cache lines": sum(len(part) for parts in self._lines for part in parts) * 64 / count / 1e6,
+            "MB written": sum(self._bytes) / count / 1e6,
+        }
 
 
-def distinct_lines(index: np.ndarray, itemsize: int) -> int:
-    """How many cache lines the entries of an array at `index` lie in."""
-    return len(np.unique(index.astype(np.int64) * itemsize // 64))
-
-
-def limit(store: GraphStore, seeds: torch.Tensor, arguments: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Milliseconds that the memory needs for a batch, and the speeds that went into it."""
-    blocks = [
-        NeighborSampler(store, arguments.fan_out).sample(chosen.numpy(), key)
-        for key, chosen in enumerate(seeds.split(arguments.batch_size)[:3])
-    ]
-    nodes = sum(len(block.node) for block in blocks) // len(blocks)
-    edges = sum(len(block.row) for block in blocks) // len(blocks)
-    lines = (
-        sum(
-            2 * distinct_lines(block.position, 4)  # row and edge_id
-            + 2 * distinct_lines(block.node, 8)  # the table and y
-            + distinct_lines(block.node[: len(block.colptr) - 1], 4)  # colptr
-            for block in blocks
-        )
-        // len(blocks)
-    )
-    generator = np.random.default_rng(0)
-    x = store.node_attrs["x"]
-    row_bytes = x[0].nbytes
-    chosen = generator.choice(store.num_nodes, nodes, replace=False).astype(np.int32)
-    seconds_per_row = best_of(read_rows, x.numpy().view(np.uint64), chosen) / nodes
-    array = np.ones(max(store.row.nbytes // 64, 1) * 8, np.uint64)
-    use_huge_pages(torch.from_numpy(array))
-    some = generator.integers(len(array) // 8, size=lines).astype(np.int32)
-    seconds_per_line = best_of(read_lines, array, some) / lines
-    out = np.empty(nodes * row_bytes, np.uint8)
-    seconds_per_byte = best_of(lambda array: array.fill(0), out) / out.nbytes
-    written = nodes * (row_bytes + 8 + 8) + edges * (16 + 8)  # x, y, n_id; edge_index, e_id
-    seconds = nodes * seconds_per_row + lines * seconds_per_line + written * seconds_per_byte
-    return seconds * 1e3, {
-        "nodes per batch": nodes,
-        "edges per batch": edges,
-        "other cache lines per batch": lines,
-        "random rows, GB/s": row_bytes / seconds_per_row / 1e9,
-        "random cache lines, GB/s": 64 / seconds_per_line / 1e9,
-        "writing, GB/s": 1 / seconds_per_byte / 1e9,
-    }
+def _lines(index: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """The distinct whole cache lines in which `array[index]` lies, in the order of their first use."""
+    lines = index.astype(np.int64) * array.itemsize // 64
+    distinct, first = np.unique(lines, return_index=True)
+    distinct = distinct[np.argsort(first)]
+    return distinct[distinct < array.nbytes // 64].astype(np.int32)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -212,29 +219,55 @@ def main() -> None:
         makers[f"PyG ({backend}), 2 workers"] = lambda: pygs(data, seeds, arguments, 2)
     else:
         print("PyG's NeighborLoader needs pyg-lib or torch-sparse, which is not installed: only ours is measured.")
+    sampler = NeighborSampler(store, arguments.fan_out)
+    chosen = seeds[: arguments.batches * arguments.batch_size].split(arguments.batch_size)
+    limit = Limit(store, [sampler.sample(some.numpy(), key) for key, some in enumerate(chosen)])
+    limit.measure()  # compiles
+    touching: dict[str, list[tuple[float, float, float]]] = {name: [] for name in makers}
     figures = {name: Figures([], []) for name in makers}
     for _ in range(arguments.rounds):
         for name, make in makers.items():
+            touching[name].append(limit.measure())
             wall, cpu = measure(make(), arguments.batches)
             figures[name].wall.append(wall)
             figures[name].cpu.append(cpu)
-    limit_ms, speeds = limit(store, seeds, arguments)
 
+    all_touching = [parts for of in touching.values() for parts in of]
+    limit_ms = [*map(sum, all_touching)]
+    ratios = {
+        name: median(cpu / sum(touch) for cpu, touch in zip(of.cpu, touching[name], strict=True))
+        for name, of in figures.items()
+    }
     print(f"{store}\nfan-out {arguments.fan_out}, {arguments.batch_size} seeds a batch; {arguments.rounds} rounds of")
     print(f"{arguments.batches} batches in turn; ms per batch: median (smallest to largest)\n")
     print(f"{'':<30}{'CPU':>24}{'wall':>24}{'CPU / limit':>13}")
     for name, figure in figures.items():
-        cells = [f"{median(of):.1f} ({min(of):.1f} to {max(of):.1f})" for of in (figure.cpu, figure.wall)]
-        print(f"{name:<30}{cells[0]:>24}{cells[1]:>24}{median(figure.cpu) / limit_ms:>13.2f}")
-    print(f"{'limit of the memory':<30}{limit_ms:>24.1f}\n")
-    for name, value in speeds.items():
+        print(f"{name:<30}{_spread(figure.cpu):>24}{_spread(figure.wall):>24}{ratios[name]:>13.2f}")
+    print(f"{'limit of the memory':<30}{_spread(limit_ms):>24}\n")
+    sizes = limit.sizes()
+    for name, parts in zip(("rows", "other cache lines", "writing"), zip(*all_touching, strict=True), strict=True):
+        sizes[f"ms, {name}"] = median(parts)
+    for name, value in sizes.items():
         print(f"{name:<30}{value:>24,.1f}")
     if arguments.json:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         results = {name: vars(figure) for name, figure in figures.items()}
         arguments.json.write_text(
-            json.dumps({"settings": settings, "ms_per_batch": results, "limit_ms": limit_ms, **speeds}, indent=1)
+            json.dumps(
+                {
+                    "settings": settings,
+                    "ms_per_batch": results,
+                    "cpu / limit": ratios,
+                    "limit, ms": touching,
+                    **sizes,
+                },
+                indent=1,
+            )
         )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 if __name__ == "__main__":

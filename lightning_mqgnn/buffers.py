@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+_CACHE_LINE = 64  # bytes: buffers begin at one, for stores past the caches
 _HEADROOM = 1.125  # batches vary in size: a buffer made a little larger serves the next ones too
 
 
@@ -64,10 +65,12 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> np.ndarray:
         self.allocations += 1
-        if not self._pin_memory:
-            return np.empty(nbytes, np.uint8)  # NumPy asks for huge pages
-        array: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return array
+        if self._pin_memory:
+            pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return pinned
+        memory = np.empty(nbytes + _CACHE_LINE, np.uint8)  # NumPy asks for huge pages
+        begin = -memory.ctypes.data % _CACHE_LINE
+        return memory[begin : begin + nbytes]
 
 
 class _Free:

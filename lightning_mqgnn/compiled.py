@@ -1,4 +1,4 @@
-"""What all compiled loops share: how they are compiled, and how they ask for memory ahead of its use."""
+"""What all compiled loops share: how they are compiled, how they read ahead, and how they write past the caches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,3 +34,38 @@ def _compile_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_compile_prefetch)
+
+
+def _compile_stream_line(typing_context: Any, source: Any, begin: Any, out: Any, into: Any) -> Any:
+    """`out[into:] = source[begin:]` for the 64 bytes of a cache line, whose place in `out` is aligned, uncached.
+
+    An ordinary store would read the line first, and push out of the caches what is needed sooner. Arrays are
+    one-dimensional, contiguous and of one dtype. `streamed` must follow before another thread reads.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+        places = []
+        for array, index in ((0, 1), (2, 3)):
+            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
+            offset = context.cast(builder, arguments[index], signature.args[index], types.intp)
+            places.append(builder.bitcast(builder.gep(data, [offset]), line))
+        store = builder.store(builder.load(places[0], align=1), places[1], align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(source, begin, out, into), generate
+
+
+def _compile_streamed(typing_context: Any) -> Any:
+    """Let all lines that this thread wrote with `stream_line` be seen before what it writes next."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+stream_line: Any = intrinsic(_compile_stream_line)
+streamed: Any = intrinsic(_compile_streamed)

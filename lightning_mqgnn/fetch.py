@@ -66,6 +66,10 @@ class Fetch:
 
     def __call__(self, announced: Announced) -> Fetched:
         """Fetch the rows of a batch."""
+        with self._store.reading():
+            return self._fetch(announced)
+
+    def _fetch(self, announced: Announced) -> Fetched:
         if self._store.version != self._version:
             changed = self._store.changes(self._version).rows.get("x")
             self._version = self._store.version

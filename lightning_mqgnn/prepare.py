@@ -48,7 +48,8 @@ class Prepare:
 
     def __call__(self, subgraph: SampledSubgraph, x: Tensor | None = None) -> Data:
         """Make the batch of `subgraph`; `x` are its nodes' rows of the attribute of that name, if they were fetched."""
-        batch = self._make(subgraph, x)
+        with self._store.reading():
+            batch = self._make(subgraph, x)
         return batch if self._transform is None else self._transform(batch)
 
     def warm_up(self) -> None:
@@ -87,9 +88,10 @@ class Prepare:
             kernels.gather_entries(topology.edge_id.numpy(), subgraph.position, e_id.numpy())
 
         batch = Data(edge_index=self._edge_index(subgraph)) if self._edge_format == "coo" else Data()
-        for name, tensor in store.node_attrs.items():
+        for name, words in sources.node.items():
             fetched = x if name == "x" else None
-            batch[name] = self._gather(name, tensor, sources.node[name], subgraph.node) if fetched is None else fetched
+            tensor = store.node_attrs[name]
+            batch[name] = self._gather(name, tensor, words, subgraph.node) if fetched is None else fetched
         for name, tensor in store.edge_attrs.items():
             batch[name] = self._gather(name, tensor, sources.edge[name], e_id.numpy())
         if subgraph.edge_weight is not None:
@@ -151,5 +153,7 @@ class _Sources:
 
     def __init__(self, store: GraphStore) -> None:
         self.version = store.version
-        self.node = {name: as_words(tensor) for name, tensor in store.node_attrs.items()}
+        # The largest one last: it drives all else out of the caches, the interpreter too.
+        by_size = sorted(store.node_attrs.items(), key=lambda item: item[1].nbytes)
+        self.node = {name: as_words(tensor) for name, tensor in by_size}
         self.edge = {name: as_words(tensor) for name, tensor in store.edge_attrs.items()}

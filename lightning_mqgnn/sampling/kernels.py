@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mqgnn.compiled import kernel, prefetch
+from lightning_mqgnn.compiled import kernel, prefetch, stream_line, streamed
 
 _BLOCK = 64  # frontier nodes handled per pass: their edges stay in the L1 cache between the passes
 _AHEAD = 16  # rows between a prefetch and its use
 _ENTRIES_AHEAD = 32  # the same for single entries
 _CACHE_LINE = 64  # bytes
+_STREAMED = 4 * 2**20  # bytes: what is smaller is still in a cache when it is used
 
 
 @kernel
@@ -226,7 +227,8 @@ def sample_neighbors(
                 if cached_ptr is not None and i + _AHEAD // 2 < end:  # by now its entry of cached_ptr is here
                     prefetch(cached_position, cached_ptr[np.uint64(node[i + _AHEAD // 2])])
                 start = np.int64(colptr[np.uint64(node[i])])
-                degree = np.int64(colptr[np.uint64(node[i]) + np.uint64(1)]) - start
+                # Below 0 only where a part of a mapped file was lost: then nothing may be written out of place.
+                degree = max(np.int64(colptr[np.uint64(node[i]) + np.uint64(1)]) - start, 0)
                 out_colptr[i] = num_edges
                 take_all = fanout < 0 or (degree <= fanout and not replace)
                 count = degree if take_all else (fanout if degree > 0 else 0)
@@ -320,22 +322,40 @@ def find_edges_from(
 def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     """`out[i] = source[index[i]]` for two-dimensional, contiguous arrays; rows are prefetched ahead of their use.
 
+    A large `out` is written past the caches, if it begins at a cache line: some rows are put side by side in the L1
+    cache, as many as fill whole lines, and go to memory line by line.
+
     Cost: one random row of `source` and one streamed row of `out` per index.
     """
     width = np.uint64(source.shape[1])
-    step = np.uint64(max(1, _CACHE_LINE // source.itemsize))
+    in_line = np.uint64(max(1, _CACHE_LINE // source.itemsize))
     from_flat = source.reshape(-1)
     to_flat = out.reshape(-1)
     num_rows = np.uint64(len(index))
-    for i in range(num_rows):
-        if i + np.uint64(_AHEAD) < num_rows:
-            ahead = np.uint64(index[i + np.uint64(_AHEAD)]) * width
-            for j in range(np.uint64(0), width, step):
-                prefetch(from_flat, ahead + j)
-        begin = np.uint64(index[i]) * width
-        into = np.uint64(i) * width
-        for j in range(width):
-            to_flat[into + j] = from_flat[begin + j]
+    streams = out.nbytes >= _STREAMED and out.ctypes.data % _CACHE_LINE == 0
+    group = in_line if streams else max(num_rows, np.uint64(1))
+    target = np.empty(group * width, out.dtype) if streams else to_flat
+    for first in range(np.uint64(0), num_rows, group):
+        last = min(first + group, num_rows)
+        for i in range(first, last):
+            if i + np.uint64(_AHEAD) < num_rows:
+                ahead = np.uint64(index[i + np.uint64(_AHEAD)]) * width
+                for j in range(np.uint64(0), width, in_line):
+                    prefetch(from_flat, ahead + j)
+            begin = np.uint64(index[i]) * width
+            into = (i - first) * width
+            for j in range(width):
+                target[into + j] = from_flat[begin + j]
+        if streams:
+            into = first * width
+            rest = (last - first) * width
+            lines = rest // in_line * in_line
+            for j in range(np.uint64(0), lines, in_line):
+                stream_line(target, j, to_flat, into + j)
+            for j in range(lines, rest):
+                to_flat[into + j] = target[j]
+    if streams:
+        streamed()
 
 
 @kernel

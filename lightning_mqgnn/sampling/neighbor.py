@@ -73,6 +73,10 @@ class NeighborSampler:
         if len(seeds) and not 0 <= seeds.min() <= seeds.max() < self._num_nodes:
             bad = seeds[(seeds < 0) | (seeds >= self._num_nodes)][0]
             raise ValueError(f"seeds hold node {bad}: ids go from 0 to {self._num_nodes - 1}")
+        with self._store.reading():
+            return self._sample(seeds, key, input_id, epoch)
+
+    def _sample(self, seeds: np.ndarray, key: int, input_id: np.ndarray | None, epoch: int) -> SampledSubgraph:
         topology = self._store.topology
         colptr, row = topology.colptr.numpy(), topology.row.numpy()
         bias, cached_ptr, cached_position = None, None, None
