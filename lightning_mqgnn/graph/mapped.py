@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
@@ -109,15 +109,15 @@ class _Guard:
     """The installed handler. It is never taken away: others may have installed theirs on top of it."""
 
     def __init__(self) -> None:
-        compiled = numba.cfunc("void(int32, CPointer(int64), int64)", cache=True)(_on_bus_error)
+        self._handler = numba.cfunc("void(int32, CPointer(int64), int64)", cache=True)(_on_bus_error)
         address = (ctypes.c_int64 * 1)()
-        compiled.ctypes(_ASK, address, 0)
+        self._handler.ctypes(_ASK, address, 0)
         words = np.ctypeslib.as_array((ctypes.c_int64 * _WORDS).from_address(address[0]))
         self.ranges = words[_RANGES:_SECTIONS].reshape(_NUM_RANGES, 3)
         self.sections = words[_SECTIONS:]
         self.free_ranges = deque(range(_NUM_RANGES))
         self.free_sections = deque(range(_NUM_SECTIONS))
-        self._action = _Action(handler=compiled.address, flags=_SA_SIGINFO | _SA_ONSTACK)
+        self._action = _Action(handler=self._handler.address, flags=_SA_SIGINFO | _SA_ONSTACK)
         self._before = _Action()
         words[0] = ctypes.addressof(self._before)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -182,7 +182,7 @@ class MappedFiles:
 
 
 class _Section:
-    def __init__(self, guard: _Guard, check: Any) -> None:
+    def __init__(self, guard: _Guard, check: Callable[[], None]) -> None:
         self._guard = guard
         self._check = check
 
