@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-_CACHE_LINE = 64  # bytes: buffers begin at one, for stores past the caches
+from lightning_mqgnn.compiled import CACHE_LINE
+
 _HEADROOM = 1.125  # batches vary in size: a buffer made a little larger serves the next ones too
 
 
@@ -68,8 +69,8 @@ class BufferPool:
         if self._pin_memory:
             pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
             return pinned
-        memory = np.empty(nbytes + _CACHE_LINE, np.uint8)  # NumPy asks for huge pages
-        begin = -memory.ctypes.data % _CACHE_LINE
+        memory = np.empty(nbytes + CACHE_LINE, np.uint8)  # NumPy asks for huge pages
+        begin = -memory.ctypes.data % CACHE_LINE  # so that rows can be written past the caches
         return memory[begin : begin + nbytes]
 
 

@@ -12,9 +12,9 @@ from graphs import random_graph
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule
 
-SCRIPT = Path(__file__).parent / "scenarios" / "cut_short.py"
+SCRIPT = Path(__file__).parent / "cut_short.py"
 
-pytestmark = pytest.mark.skipif(
+catches_sigbus = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="SIGBUS is caught on Linux alone"
 )
 
@@ -24,6 +24,7 @@ def run(folder, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@catches_sigbus
 def test_a_file_that_is_cut_short_in_use_is_an_error_that_names_it_in_this_pass_and_in_later_ones(tmp_path):
     result = run(tmp_path, "within")
     assert result.returncode == 0, result.stderr
@@ -38,6 +39,17 @@ def test_a_file_that_is_cut_short_in_use_is_an_error_that_names_it_in_this_pass_
     assert (other, batches, whole) == ("other", "100", "whole")
 
 
+@catches_sigbus
+def test_the_nodes_that_sampling_prefers_are_not_drawn_from_what_was_lost(tmp_path):
+    result = run(tmp_path, "drawing")
+    assert result.returncode == 0, result.stderr
+    lines = [line.split("|") for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [[name, epoch] for name in ("colptr", "row") for epoch in "123456"]
+    for name, _, error in lines:
+        assert error.startswith(f"'{tmp_path / name / name}.npy' can't be read any more: the file was cut")
+
+
+@catches_sigbus
 @pytest.mark.parametrize("options", [[], ["-X", "faulthandler"]])
 def test_elsewhere_the_signal_does_what_it_did(options, tmp_path):
     result = run(tmp_path, "outside", *options)

@@ -12,8 +12,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ def _compile_words(typing_context: Any) -> Any:
 
 
 def _compile_address(typing_context: Any, pointer: Any) -> Any:
+    """What `pointer` points to, as a number."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ptrtoint(arguments[0], ir.IntType(64))
 
@@ -97,9 +99,9 @@ def _on_bus_error(number: int, info: Any, context: int) -> None:
     if reading:
         for place in range(_RANGES, _SECTIONS, 3):
             if words[place] <= missing and missing < words[place + 1]:
+                words[place + 2] += 1  # before another thread can read the empty page
                 page = missing // PAGESIZE * PAGESIZE
                 if _mmap(page, PAGESIZE, _READ_WRITE, _NEW_PAGE, -1, 0) == page:
-                    words[place + 2] += 1
                     return
     # The instruction runs again when this returns, and meets what was there before.
     _sigaction(_SIGBUS, words[0], 0)
@@ -117,11 +119,11 @@ class _Guard:
         self.sections = words[_SECTIONS:]
         self.free_ranges = deque(range(_NUM_RANGES))
         self.free_sections = deque(range(_NUM_SECTIONS))
-        self._action = _Action(handler=self._handler.address, flags=_SA_SIGINFO | _SA_ONSTACK)
+        action = _Action(handler=self._handler.address, flags=_SA_SIGINFO | _SA_ONSTACK)
         self._before = _Action()
         words[0] = ctypes.addressof(self._before)
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.sigaction(_SIGBUS, ctypes.byref(self._action), ctypes.byref(self._before)):
+        if libc.sigaction(_SIGBUS, ctypes.byref(action), ctypes.byref(self._before)):
             raise OSError(ctypes.get_errno(), "sigaction")
 
     def give_back(self, ranges: list[int]) -> None:
@@ -162,15 +164,24 @@ class MappedFiles:
         self._lost = [self._guard.ranges[place, 2:] for place in places]
         weakref.finalize(self, self._guard.give_back, places)
 
-    def reading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
         """A section in which this thread may read the arrays.
 
         At its end an OSError is raised that names the file, if a page of one could not be read, in this section or in
         an earlier one: then what was read are zeros.
         """
         if self._guard is None:
-            return nullcontext()
-        return _Section(self._guard, self._check)
+            yield
+            return
+        place = self._guard.free_sections.popleft()
+        self._guard.sections[place] = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._guard.sections[place] = 0
+            self._guard.free_sections.append(place)
+            self._check()
 
     def _check(self) -> None:
         for name, lost in zip(self._names, self._lost, strict=True):
@@ -179,18 +190,3 @@ class MappedFiles:
                     f"{str(self._folder / f'{name}.npy')!r} can't be read any more: the file was cut short or its disk "
                     "fails; save the graph again"
                 )
-
-
-class _Section:
-    def __init__(self, guard: _Guard, check: Callable[[], None]) -> None:
-        self._guard = guard
-        self._check = check
-
-    def __enter__(self) -> None:
-        self._place = self._guard.free_sections.popleft()
-        self._guard.sections[self._place] = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._guard.sections[self._place] = 0
-        self._guard.free_sections.append(self._place)
-        self._check()

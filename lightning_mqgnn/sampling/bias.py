@@ -101,7 +101,8 @@ class CacheBias:
             return at_hand
         with self._lock:
             if key not in self._sets:
-                drawn = self._draw(key[0], topology)
+                with self.store.reading():
+                    drawn = self._draw(key[0], topology)
                 while len(self._sets) >= _KEPT_DRAWS:
                     del self._sets[next(iter(self._sets))]
                 self._sets[key] = drawn

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mqgnn.compiled import kernel, prefetch, stream_line, streamed
+from lightning_mqgnn.compiled import CACHE_LINE, kernel, prefetch, stream_line, streamed
 
 _BLOCK = 64  # frontier nodes handled per pass: their edges stay in the L1 cache between the passes
 _AHEAD = 16  # rows between a prefetch and its use
 _ENTRIES_AHEAD = 32  # the same for single entries
-_CACHE_LINE = 64  # bytes
 _STREAMED = 4 * 2**20  # bytes: what is smaller is still in a cache when it is used
 
 
@@ -306,13 +305,14 @@ def find_edges_from(
     Cost per edge: one random byte of `chosen`, beside a pass over `row`.
     """
     num_edges = len(row)
+    room = np.uint64(len(out_position))  # too little only where a part of a mapped file was lost
     found = np.uint64(0)
     for node in range(len(colptr) - 1):
         out_ptr[node] = found
         for i in range(colptr[node], colptr[node + 1]):
             if i + _ENTRIES_AHEAD < num_edges:
                 prefetch(chosen, np.uint64(row[i + _ENTRIES_AHEAD]))
-            if chosen[np.uint64(row[i])]:
+            if chosen[np.uint64(row[i])] and found < room:
                 out_position[found] = i
                 found += np.uint64(1)
     out_ptr[len(colptr) - 1] = found
@@ -328,11 +328,11 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     Cost: one random row of `source` and one streamed row of `out` per index.
     """
     width = np.uint64(source.shape[1])
-    in_line = np.uint64(max(1, _CACHE_LINE // source.itemsize))
+    in_line = np.uint64(max(1, CACHE_LINE // source.itemsize))
     from_flat = source.reshape(-1)
     to_flat = out.reshape(-1)
     num_rows = np.uint64(len(index))
-    streams = out.nbytes >= _STREAMED and out.ctypes.data % _CACHE_LINE == 0
+    streams = out.nbytes >= _STREAMED and out.ctypes.data % CACHE_LINE == 0
     group = in_line if streams else max(num_rows, np.uint64(1))
     target = np.empty(group * width, out.dtype) if streams else to_flat
     for first in range(np.uint64(0), num_rows, group):
@@ -362,7 +362,7 @@ def gather_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
 def copy_rows(source: np.ndarray, index: np.ndarray, out: np.ndarray, into: np.ndarray) -> None:
     """`out[into[i]] = source[index[i]]` for two-dimensional, contiguous arrays, prefetched like `gather_rows`."""
     width = np.uint64(source.shape[1])
-    step = np.uint64(max(1, _CACHE_LINE // source.itemsize))
+    step = np.uint64(max(1, CACHE_LINE // source.itemsize))
     from_flat = source.reshape(-1)
     to_flat = out.reshape(-1)
     num_rows = np.uint64(len(index))
