@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch_geometric.data import Data
+from torch_geometric.utils import to_torch_csr_tensor
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_mqgnn import GraphStore, MQGNNDataModule, RaCoM, RaCoMExchange
@@ -40,14 +41,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def all_edges(data: Data, model: str) -> Tensor:
+    """The graph for a convolution over all of it: as a sparse matrix, of which PyG makes no row per edge, if it may."""
+    edges: Tensor = data.edge_index
+    if model != "gat":
+        edges = to_torch_csr_tensor(edges.flip(0), data.edge_weight, (data.num_nodes, data.num_nodes))
+    return edges
+
+
 @torch.no_grad()
-def test_accuracy(module: NodeClassifier, data: Data) -> float:
+def test_accuracy(module: NodeClassifier, data: Data, edges: Tensor) -> float:
     """On the test nodes, with all neighbours: share that is right, or ROC AUC if there are two classes."""
     module.eval()
     x = data.x
     for i, convolution in enumerate(module.convolutions):
-        weights = [data.edge_weight] if module.hparams["model"] == "gcn" else []
-        x = convolution(x, data.edge_index, *weights)
+        x = convolution(x, edges)
         if i < len(module.convolutions) - 1:
             x = x.relu()
     module.train()
@@ -58,7 +66,13 @@ def test_accuracy(module: NodeClassifier, data: Data) -> float:
 
 
 def train(
-    data: Data, store: GraphStore, model: str, seed: int, setting: dict[str, Any], arguments: argparse.Namespace
+    data: Data,
+    edges: Tensor,
+    store: GraphStore,
+    model: str,
+    seed: int,
+    setting: dict[str, Any],
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Train on all ranks and return the test accuracy after each epoch and what the exchange did."""
     torch.manual_seed(seed)
@@ -100,7 +114,7 @@ def train(
         exchange.drain()
         deltas.append(exchange.statistics.delta)
         if dist.get_rank() == 0:
-            accuracies.append(test_accuracy(module, data))
+            accuracies.append(test_accuracy(module, data, edges))
         dist.barrier()
     statistics = exchange.statistics
     exchange.close()
@@ -136,10 +150,10 @@ def run_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
         plain = load(graph, arguments.features)
         for model in arguments.models:
             data = normalize_for_gcn(plain.clone()) if model == "gcn" else plain
-            store = GraphStore.from_data(data)
+            store, edges = GraphStore.from_data(data), all_edges(data, model)
             for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
                 for name in arguments.only or settings:
-                    record = train(data, store, model, seed, settings[name], arguments)
+                    record = train(data, edges, store, model, seed, settings[name], arguments)
                     if rank == 0:
                         place = {"graph": Path(graph).stem, "model": model, "ranks": arguments.ranks, "seed": seed}
                         with arguments.json.open("a") as file:

@@ -50,7 +50,7 @@ def reference(settings, world_size, num_steps, seed):
             _, own = in_flight.pop(0)
             mean = sum(own) / world_size
             velocity = settings.momentum * velocity + mean
-            outer = settings.outer_lr * (mean + settings.momentum * velocity)
+            outer = settings.outer_lr * velocity
             anchor = anchor + outer
             theta = [theta[rank] + outer - own[rank] for rank in range(world_size)]
         history.append([*theta])
@@ -60,11 +60,12 @@ def reference(settings, world_size, num_steps, seed):
     for _, own in in_flight:  # a drain
         mean = sum(own) / world_size
         velocity = settings.momentum * velocity + mean
-        anchor = anchor + settings.outer_lr * (mean + settings.momentum * velocity)
+        anchor = anchor + settings.outer_lr * velocity
     share = num_steps % settings.period / settings.period
     if share:  # what is left, with its part of the momentum
         mean = sum(progress) / world_size
-        velocity = settings.momentum * velocity + mean
+        if num_steps < settings.period:  # the only window
+            share, velocity = 1.0, velocity + mean
         released = settings.momentum * (1 - settings.momentum**share) / (1 - settings.momentum)
         anchor = anchor + settings.outer_lr * (mean + released * velocity)
     return history, anchor
@@ -191,13 +192,34 @@ def run_drained_at(rank):
 
 
 def test_drains_neither_add_nor_lose_momentum(tmp_path):
-    """What was given and what momentum still has to give are all progress times 1 / (1 - mu), however often drained."""
+    """What was given and what momentum still has to give are all progress times 1 / (1 - mu), whenever drained."""
     momentum = 0.6
     progress = sum(update(0, rank, step) for rank in range(2) for step in range(1, 31)) / 2
     for outcomes in run_ranks(2, run_drained_at, tmp_path):
         for parameter, velocity in outcomes:
-            to_come = velocity * momentum**2 / (1 - momentum)
+            to_come = velocity * momentum / (1 - momentum)
             assert torch.allclose(parameter + to_come, progress / (1 - momentum), atol=1e-5)
+
+
+def run_drained_before_a_window_is_full(rank):
+    parameter, exchange = started(RaCoM(period=8, momentum=0.5, adaptive=False))
+    history = []
+    for step in range(1, 6):
+        take_step(parameter, 0, step, exchange)
+        if step in (3, 5):
+            exchange.drain()
+            history.append(parameter.detach().clone())
+    exchange.close()
+    return history
+
+
+def test_where_no_window_is_ever_full_a_drain_is_a_whole_nesterov_step(tmp_path):
+    first, second = (
+        sum(update(0, rank, step) for rank in range(2) for step in steps) / 2 for steps in ((1, 2, 3), (4, 5))
+    )
+    for history in run_ranks(2, run_drained_before_a_window_is_full, tmp_path):
+        assert torch.allclose(history[0], 1.5 * first, atol=1e-5)
+        assert torch.allclose(history[1], 1.5 * first + second + 0.5 * (0.5 * first + second), atol=1e-5)
 
 
 def run_moved_by_something_else(rank):

@@ -11,7 +11,7 @@ class RaCoM:
     """How ranks share what they learn. Every rank must have the same settings.
 
     Each rank steps by itself. After `period` steps its progress, the sum of its updates, goes to the other ranks; the
-    mean of all comes back some steps later and replaces its own, with an outer Nesterov momentum. This is delayed
+    mean of all comes back some steps later and replaces its own, with an outer heavy-ball momentum. This is delayed
     averaging of local steps (overlapped local SGD; DiLoCo with eager updates, arXiv:2502.12996), the role of RaCoM in
     MQ-GNN (arXiv:2601.04707), whose text gives no formula for it.
 
@@ -22,7 +22,7 @@ class RaCoM:
             replicas disagree.
         max_staleness: How many optimizer steps a rank goes on before the progress of a closed window must have come
             back; then it waits.
-        momentum: Of the outer Nesterov step, 0 <= momentum < 1. None: 1 - 1/sqrt(ranks), so that progress counts
+        momentum: Of the outer step, 0 <= momentum < 1. None: 1 - 1/sqrt(ranks), so that progress counts
             sqrt(ranks) times: as much as mean gradients, less noisy than those of one rank, lengthen the steps of Adam
             and other optimizers that divide by the size of gradients. 0 if all optimizers are `torch.optim.SGD`,
             whose steps are linear in the gradients.

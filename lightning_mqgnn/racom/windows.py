@@ -63,6 +63,7 @@ class _Window:
         self.closed_at = 0
         self.final = False
         self.share = 0.0
+        self.alone = False
         self.num_applied = 0
         self.discarded = False
         self.wanted = False
@@ -82,9 +83,13 @@ class ProgressExchange:
 
     * After `period` optimizer steps a window closes. Its progress is u_i, what the steps in it moved theta_i. An
       asynchronous all-reduce takes the mean u of all ranks.
-    * When the mean is there: v = mu v + u, step = eta (u + mu v), theta_g += step, theta_i += step - u_i.
+    * When the mean is there: step = eta (u + mu v), v = mu v + u, theta_g += step, theta_i += step - u_i.
+      This is heavy-ball momentum: u itself joins v afterwards. Nesterov's, where it joins before, overshoots: ranks
+      have gone on along u by the time that it comes back.
     * A drain closes a window early. All that v would still give is mu v / (1 - mu); a whole window gives 1 - mu of it,
-      so one of r periods gives 1 - mu^r, and v keeps the rest. So it does not matter how often there are drains.
+      so one of r periods gives 1 - mu^r, and v keeps the rest.
+    * If no window was full since the drain before, nothing overlaps: the window counts as a whole one, however short,
+      and its step is Nesterov's.
     * So theta_i - theta_g is, to rounding, the rank's own progress in windows that have not come back.
     * A window that closed `max_staleness` steps ago must have come back: then the rank waits for it.
 
@@ -262,7 +267,8 @@ class ProgressExchange:
         if self._timed_steps:
             self._step_seconds = self._compute_seconds / self._timed_steps
         window.number, window.final = self._num_closed, final
-        window.share = self._open_steps / self._period
+        window.alone = final and self._open_steps == self._since_drain
+        window.share = min(self._open_steps, 1) if window.alone else self._open_steps / self._period
         window.steps, window.closed_at = self._open_steps, self._steps
         window.num_applied = self._num_applied
         window.step_seconds = self._step_seconds
@@ -436,8 +442,8 @@ class ProgressExchange:
         weight, squares, *slots = window.wire[-_TAIL:].double().tolist()
         finite_ranks = max(round(weight), 1)
         momentum, lr = (self._momentum, self._settings.outer_lr) if window.share else (0.0, 1.0)
-        released = momentum * (1 - momentum**window.share) / (1 - momentum)
-        kept = momentum ** (window.share - 1) if momentum else 1.0
+        kept = momentum**window.share
+        released = momentum * (1 - kept) / (1 - momentum)
         norms = torch.zeros(2, dtype=torch.float64, device=self._device)
         for part in self._parts():
             anchor, own = self._anchor[part], window.own[part]
@@ -445,10 +451,14 @@ class ProgressExchange:
             step.copy_(window.wire[part]).div_(finite_ranks)
             norms[0] += step.dot(step)
             if momentum:
-                velocity = self._velocity[part].mul_(momentum).add_(step)
-                step.add_(velocity, alpha=released)
-                if kept != 1:
+                velocity = self._velocity[part]
+                if window.alone:
+                    velocity.add_(step)
+                    step.add_(velocity, alpha=released)
                     velocity.mul_(kept)
+                else:
+                    velocity.mul_(kept).add_(step)
+                    step.lerp_(velocity, released / kept)  # step + released v, with the v of before
             if lr != 1:
                 step.mul_(lr)
             anchor.add_(step)
