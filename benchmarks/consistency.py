@@ -7,13 +7,14 @@ GRAPH is `synthetic` or the path of an .npz file, see examples/graphs.py. Ranks 
 thread each. After each epoch all windows are completed, and the common model is tested on the whole graph with all
 neighbours; there is no early stopping and no choice of an epoch. Features wider than `--features` are projected to
 that width by a fixed random matrix, for the sake of time, alike for all settings. `--setting` adds a setting: NAME=JSON
-with the fields of `RaCoM`, with "warmup_epochs", or with arguments of the datamodule such as "resample_every".
+with the fields of `RaCoM`, or with arguments of the datamodule such as "resample_every".
 """
 
 import argparse
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -37,7 +38,7 @@ LOADING = ("resample_every", "feature_cache", "cache_bias", "redraw_every")  # a
 LOCK_STEP = "lock-step"
 SETTINGS: dict[str, dict[str, Any]] = {
     LOCK_STEP: {"period": 1, "max_staleness": 0},
-    "default": {"warmup_epochs": 0.25},
+    "default": {},
 }
 
 
@@ -94,11 +95,11 @@ def train(
     )
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    if "warmup_epochs" in fields:
-        fields["warmup"] = round(fields.pop("warmup_epochs") * len(loader))
     if "exchange_dtype" in fields:
         fields["exchange_dtype"] = getattr(torch, fields["exchange_dtype"])
-    exchange = RaCoMExchange([optimizer], RaCoM(**fields), dist.group.WORLD)
+    settings = RaCoM(**fields)
+    settings = replace(settings, warmup=settings.warmup_steps(len(loader), arguments.epochs * len(loader)))
+    exchange = RaCoMExchange([optimizer], settings, dist.group.WORLD)
     torch.manual_seed(1000 * seed + dist.get_rank())  # dropout
     accuracies, deltas = [], []
     for epoch in range(arguments.epochs):

@@ -36,9 +36,6 @@ _NAMES: dict[str, Literal["popen", "spawn", "fork"]] = {
     "mqgnn_notebook": "fork",
 }
 # The warm-up in lock-step: the smallest of these. Measured: docs/consistency.md
-_WARMUP_EPOCHS = 0.25
-_WARMUP_SHARE = 0.1  # of all optimizer steps
-_MOST_WARMUP = 500  # optimizer steps
 _STATE = "mqgnn"  # its key in checkpoints
 _watches = count()
 
@@ -270,7 +267,7 @@ class MQGNNStrategy(DDPStrategy):
     def _warmup(self) -> int:
         trainer = self._training_module().trainer
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
-        return round(min(_WARMUP_EPOCHS * per_epoch, _WARMUP_SHARE * trainer.estimated_stepping_batches, _MOST_WARMUP))
+        return self.racom.warmup_steps(per_epoch, trainer.estimated_stepping_batches)
 
     def _ranks_train_together(self) -> bool:
         """Whether the other ranks are at the same place, to meet in a collective: not so after an exception."""

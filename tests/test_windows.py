@@ -1,5 +1,6 @@
 """Windows of progress between real processes: the arithmetic, the bound, drains, and what must not be lost."""
 
+import math
 import os
 import random
 import time
@@ -236,6 +237,23 @@ def run_moved_by_something_else(rank):
 def test_a_forced_drain_is_the_plain_mean(tmp_path):
     for parameter in run_ranks(2, run_moved_by_something_else, tmp_path):
         assert torch.allclose(parameter, torch.full_like(parameter, 10.5), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps_per_epoch", "total_steps", "steps"),
+    [
+        (None, 100, 1000, 25),  # a quarter of an epoch
+        (None, 12, 1000, 8),  # but a window
+        (None, 12, 50, 5),  # but a tenth of the run
+        (None, 10_000, 100_000, 500),
+        (None, math.inf, math.inf, 500),
+        (None, math.inf, 1000, 100),
+        (3, 100, 1000, 3),
+        (0, 100, 1000, 0),
+    ],
+)
+def test_warm_up_fits_the_epoch_and_the_run(warmup, steps_per_epoch, total_steps, steps):
+    assert RaCoM(warmup=warmup).warmup_steps(steps_per_epoch, total_steps) == steps
 
 
 def run_default_momentum(rank):

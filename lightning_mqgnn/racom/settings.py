@@ -5,6 +5,10 @@ from typing import Literal
 
 import torch
 
+_WARMUP_EPOCHS = 0.25
+_WARMUP_SHARE = 0.1  # of all optimizer steps
+_MOST_WARMUP = 500  # optimizer steps
+
 
 @dataclass(frozen=True)
 class RaCoM:
@@ -27,8 +31,8 @@ class RaCoM:
             and other optimizers that divide by the size of gradients. 0 if all optimizers are `torch.optim.SGD`,
             whose steps are linear in the gradients.
         outer_lr: Learning rate of the outer step; 1 takes the mean progress as it is.
-        warmup: Optimizer steps in lock-step (mean gradients) before the first window. None: under a Trainer a quarter
-            of an epoch, but not more than 500 steps or a tenth of the run; none elsewhere.
+        warmup: Optimizer steps in lock-step (mean gradients) before the first window. None: under a Trainer what
+            `warmup_steps` says; none elsewhere.
         adaptive: Lengthen the period, up to `max_period`, until the exchange is hidden behind computation, and shorten
             it while the replicas are further apart than `divergence_bound`.
         max_period: The longest period that `adaptive` may choose.
@@ -76,6 +80,15 @@ class RaCoM:
     def synchronous(self) -> bool:
         """Whether all steps are in lock-step."""
         return self.period == 1 and self.max_staleness == 0
+
+    def warmup_steps(self, steps_per_epoch: float, total_steps: float) -> int:
+        """`warmup`; if None, a quarter of an epoch or a window, but at most 500 steps and a tenth of all `total_steps`.
+
+        Both may be infinite: then 500, or what the other one says.
+        """
+        if self.warmup is not None:
+            return self.warmup
+        return round(min(max(_WARMUP_EPOCHS * steps_per_epoch, self.period), _WARMUP_SHARE * total_steps, _MOST_WARMUP))
 
 
 def _check(name: str, value: object, valid: bool, wanted: str) -> None:
