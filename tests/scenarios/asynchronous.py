@@ -111,10 +111,11 @@ def repeated(strategy: str, folder: Path) -> dict[str, Any]:
         module = Delayed(adamw)
         module.delays = random.Random(10 * run + int(L.pytorch.utilities.rank_zero_only.rank))
         outcomes.append(fit(module, "fixed"))
-    trainer = make_trainer("mqgnn", deterministic=True, max_steps=2)
+    trainer = make_trainer("mqgnn", deterministic=True, max_steps=20)
     trainer.fit(Sage(sgd), datamodule=datamodule())
     torch.use_deterministic_algorithms(False)
-    return {**outcomes[0], "again": outcomes[1], "arrival": trainer.strategy.exchange.settings.arrival}
+    settings = trainer.strategy.exchange.settings
+    return {**outcomes[0], "again": outcomes[1], "arrival": settings.arrival, "warmup": settings.warmup}
 
 
 @scenario
