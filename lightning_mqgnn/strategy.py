@@ -35,7 +35,6 @@ _NAMES: dict[str, Literal["popen", "spawn", "fork"]] = {
     "mqgnn_fork": "fork",
     "mqgnn_notebook": "fork",
 }
-# The warm-up in lock-step: the smallest of these. Measured: docs/consistency.md
 _STATE = "mqgnn"  # its key in checkpoints
 _watches = count()
 

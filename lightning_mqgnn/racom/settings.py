@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+# Of the warm-up in lock-step. Measured: docs/consistency.md
 _WARMUP_EPOCHS = 0.25
 _WARMUP_SHARE = 0.1  # of all optimizer steps
 _MOST_WARMUP = 500  # optimizer steps
@@ -26,10 +27,10 @@ class RaCoM:
             replicas disagree.
         max_staleness: How many optimizer steps a rank goes on before the progress of a closed window must have come
             back; then it waits.
-        momentum: Of the outer step, 0 <= momentum < 1. None: 1 - 1/sqrt(ranks), so that progress counts
-            sqrt(ranks) times: as much as mean gradients, less noisy than those of one rank, lengthen the steps of Adam
-            and other optimizers that divide by the size of gradients. 0 if all optimizers are `torch.optim.SGD`,
-            whose steps are linear in the gradients.
+        momentum: Of the outer step, 0 <= momentum < 1. None: 1 - 1/sqrt(ranks), so that progress counts sqrt(ranks)
+            times: as much as mean gradients, less noisy than those of one rank, lengthen the steps of Adam and other
+            optimizers that divide by the size of gradients. 0 if all optimizers are `torch.optim.SGD`, whose steps are
+            linear in the gradients.
         outer_lr: Learning rate of the outer step; 1 takes the mean progress as it is.
         warmup: Optimizer steps in lock-step (mean gradients) before the first window. None: under a Trainer what
             `warmup_steps` says; none elsewhere.

@@ -268,6 +268,7 @@ class ProgressExchange:
             self._step_seconds = self._compute_seconds / self._timed_steps
         window.number, window.final = self._num_closed, final
         window.alone = final and self._open_steps == self._since_drain
+        # 0 where no step was taken: what a forced drain finds is not progress, and leaves the momentum alone.
         window.share = min(self._open_steps, 1) if window.alone else self._open_steps / self._period
         window.steps, window.closed_at = self._open_steps, self._steps
         window.num_applied = self._num_applied
