@@ -1,5 +1,7 @@
 """The exchange in lock-step, and what makes replicas alike, between real processes."""
 
+import time
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -66,11 +68,26 @@ def test_buffers_are_made_once_and_bytes_are_counted(tmp_path):
         assert outcome["exchanges"] == 5
         assert outcome["layouts"] == 1
         assert outcome["same_memory"]
-        # float32: 6 + 4 + 5 + 1 gradients and 4 flags; float64: 3 and 1; bfloat16: 3 and 1
-        assert outcome["bytes"] == 5 * (20 * 4 + 4 * 8 + 4 * 2)
+        # float32: 6 + 4 + 5 + 1 gradients, 4 flags and how long each rank waited; float64: 3 and 1; bfloat16: 3 and 1
+        assert outcome["bytes"] == 5 * (22 * 4 + 4 * 8 + 4 * 2)
         assert outcome["seconds"] > 0
         assert outcome["again"][2] is None
         assert torch.equal(outcome["again"][0], outcome["grads"][0])
+
+
+def exchange_with_a_late_rank(rank):
+    exchange = GradientExchange()
+    for _ in range(10):
+        time.sleep(0.05 if rank == 1 else 0)
+        exchange([with_gradient(rank)])
+    return {"last": dict(exchange.arrivals.last), "late": exchange.arrivals.late_seconds, "all": exchange.seconds}
+
+
+def test_waiting_for_the_last_rank_is_told_from_the_exchange_itself(tmp_path):
+    waiting, late = run_ranks(2, exchange_with_a_late_rank, tmp_path)
+    assert waiting["last"] == late["last"] == {1: 9}  # the first exchange has nothing to go by
+    assert waiting["late"] > 0.5 * waiting["all"]
+    assert late["late"] < 0.1 * waiting["late"]
 
 
 def exchange_sparse(rank):

@@ -163,6 +163,31 @@ STAGE = StageSummary("sample", 1, busy=0.9, starved=0, blocked=0, on_cpu=0.95, i
         ),
         (replace(SUMMARY, exchange_wait=5, exchange=EXCHANGE), "network", "exchange_dtype=torch.bfloat16"),
         (replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, lossy=True)), "network", "max_staleness=128"),
+        (
+            replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, late=2, last={1: 9})),
+            "network",
+            "exchange_dtype=torch.bfloat16",
+        ),
+        (
+            replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, late=4, last={0: 5, 1: 5}, synchronous=True)),
+            "straggler",
+            "without period=1",
+        ),
+        (
+            replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, late=4, last={0: 1, 1: 9})),
+            "straggler",
+            "give rank 1 the processors",
+        ),
+        (
+            replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, late=4, last={0: 5, 1: 5})),
+            "straggler",
+            "check_val_every_n_epoch=2",
+        ),
+        (
+            replace(SUMMARY, exchange_wait=5, exchange=replace(EXCHANGE, late=4, last={0: 5, 1: 5}, max_staleness=3)),
+            "straggler",
+            "max_staleness=6",
+        ),
         (replace(SUMMARY, wait=5), "loader", "num_workers"),
         (replace(SUMMARY, wait=5, stages=(STAGE,), spare_threads=1), "sample", "sampling_threads=2"),
         (replace(SUMMARY, wait=5, stages=(STAGE,)), "sample", "resample_every=2"),

@@ -60,6 +60,7 @@ ONLY_MQGNN = [
     "one_copy",
     "sync_batchnorm_on_the_cpu",
     "slow_network",
+    "slow_rank",
     *RESUMED,
 ]
 
@@ -174,7 +175,7 @@ def test_gradients_travel_once_per_step_however_many_batches_it_accumulates(outc
 def test_frozen_parameters_do_not_travel(outcomes):
     outcome = outcomes("lockstep", "frozen_parameters", 0)
     trained = [value for name, value in outcome["weights"].items() if name.startswith("second")]
-    assert outcome["bytes"] == 20 * 4 * sum(value.numel() + 1 for value in trained)
+    assert outcome["bytes"] == 20 * 4 * (sum(value.numel() + 1 for value in trained) + 2)
 
 
 def test_an_overflow_on_one_rank_makes_all_skip_the_step(outcomes):
@@ -303,6 +304,7 @@ ASYNCHRONOUS = [
     "repeated",
     "learning_rate_found",
     "slow_network",
+    "slow_rank",
 ]
 
 
@@ -397,6 +399,17 @@ def test_a_slow_network_is_named_by_the_monitor(outcomes, asynchronous, strategy
         assert advice in outcome["diagnosis"].advice
         assert outcome["summary"].exchange_wait > 0.05
     assert (started.folder / f"{strategy}-2" / "slow_network" / "mqgnn-timeline.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"), [("lockstep", "let ranks step by themselves"), ("racom", "give rank 1 the processors")]
+)
+def test_a_slow_rank_is_named_by_the_monitor(outcomes, asynchronous, strategy, advice):
+    started = outcomes if strategy == "lockstep" else asynchronous
+    diagnosis = started(strategy, "slow_rank", 0)["diagnosis"]
+    assert diagnosis.bottleneck == "straggler"
+    assert advice in diagnosis.advice
+    assert started(strategy, "slow_rank", 1)["diagnosis"].bottleneck == "compute"  # it waits for nobody
 
 
 # Which nodes are visited

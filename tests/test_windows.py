@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from lightning_mqgnn import RaCoM, RaCoMExchange
 from lightning_mqgnn.racom import ExchangeStatistics
+from lightning_mqgnn.racom.arrivals import Arrivals
 from lightning_mqgnn.racom.period import PERIODS, PeriodController, needed_slot
 from lightning_mqgnn.racom.windows import ProgressExchange
 
@@ -157,7 +158,7 @@ def test_planted_delays_change_neither_the_result_nor_the_bound(tmp_path):
 def run_period_one(rank):
     parameter = Parameter(torch.zeros(SIZE, dtype=torch.float64))
     settings = replace(PLAIN, period=1, max_staleness=0)
-    exchange = ProgressExchange([parameter], settings, PeriodController(settings), ExchangeStatistics())
+    exchange = ProgressExchange([parameter], settings, PeriodController(settings), ExchangeStatistics(), Arrivals())
     history = []
     for step in range(1, 6):
         with torch.no_grad():
@@ -606,7 +607,7 @@ def test_buffers_are_made_once(tmp_path):
     for outcome in run_ranks(2, run_long, tmp_path):
         assert outcome["buffers"] <= 9  # 4 in flight, and as many on their way back
         assert outcome["windows"] == 51
-        assert outcome["bytes"] == 51 * 4 * (SIZE + 20)
+        assert outcome["bytes"] == 51 * 4 * (SIZE + 22)
 
 
 # The controller

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -205,7 +206,9 @@ class PipelineMonitor(Callback):
             wait=wait,
             exchange_wait=0.0 if exchange is None else exchange.seconds,
             exchanged=0 if exchange is None else exchange.bytes,
-            staleness={} if exchange is None else dict(exchange.statistics.staleness),
+            staleness=Counter() if exchange is None else exchange.statistics.staleness.copy(),
+            late=0.0 if exchange is None else exchange.arrivals.late_seconds,
+            last=Counter() if exchange is None else exchange.arrivals.last.copy(),
             stages=stages,
             nbytes={name: self._recording.nbytes(name) for name in stages},
             hits=hits,
@@ -340,7 +343,9 @@ class _Snapshot(NamedTuple):
     wait: float
     exchange_wait: float
     exchanged: int
-    staleness: dict[int, int]
+    staleness: Counter[int]
+    late: float
+    last: Counter[int]
     stages: dict[str, StageState]
     nbytes: dict[str, int]
     hits: dict[str, tuple[int, int]]
@@ -360,19 +365,16 @@ def _exchange(trainer: "pl.Trainer") -> RaCoMExchange | None:
 
 def _summary_of(exchange: RaCoMExchange, before: _Snapshot, after: _Snapshot) -> ExchangeSummary:
     settings = exchange.settings
-    staleness = {
-        steps: count - before.staleness.get(steps, 0)
-        for steps, count in after.staleness.items()
-        if count > before.staleness.get(steps, 0)
-    }
     return ExchangeSummary(
         synchronous=settings.synchronous,
         period=exchange.period,
         max_staleness=settings.max_staleness,
-        staleness=staleness,
+        staleness=after.staleness - before.staleness,
         delta=exchange.statistics.delta,
         nbytes=after.exchanged - before.exchanged,
         lossy=settings.exchange_dtype.itemsize == 2,
+        late=after.late - before.late,
+        last=after.last - before.last,
     )
 
 
@@ -420,6 +422,7 @@ def _metrics(summary: Summary) -> dict[str, float]:
             "racom/staleness_mean": sum(steps * n for steps, n in late.items()) / max(sum(late.values()), 1),
             "racom/delta": summary.exchange.delta,
             "racom/wait": summary.exchange_wait / seconds,
+            "racom/wait_for_last_rank": summary.exchange.late / seconds,
             "racom/bytes": summary.exchange.nbytes,
         }
     metrics |= {f"memory/{place}": used for place, (used, _) in summary.memory.items()}

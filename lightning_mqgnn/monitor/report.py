@@ -9,6 +9,10 @@ _MATTERS = 0.1  # share of the time that a wait must take to be the bottleneck
 _BUSY = 0.5  # share of its threads' time in which the stage that the others wait for works at least
 _ON_CPU = 0.5  # a stage whose work is less on a processor mostly waits for something
 _NO_PROCESSOR_LEFT = 0.85
+_MOSTLY_LATE = 0.5  # of the waiting for other ranks: the exchange itself takes the rest
+_ALWAYS_LAST = 0.8  # of the exchanges: it is not chance which rank is the slowest
+
+_STEP_ALONE = "let ranks step by themselves: MQGNNStrategy() without period=1, max_staleness=0"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class ExchangeSummary:
         delta: Distance of the replicas, see `RaCoM.divergence_bound`.
         nbytes: Given to collectives.
         lossy: Whether progress is rounded to 16 bits.
+        late: Seconds of the waiting for other ranks until the last of them had joined; what is left took the network.
+        last: How often which rank was the last.
     """
 
     synchronous: bool
@@ -65,6 +71,8 @@ class ExchangeSummary:
     delta: float
     nbytes: int
     lossy: bool
+    late: float = 0.0
+    last: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Summary:
 class Diagnosis:
     """The bottleneck, what shows it, and what to change."""
 
-    bottleneck: str  # "compute", "network", "memory", "disk", "burst" or the name of a stage
+    bottleneck: str  # "compute", "network", "straggler", "memory", "disk", "burst" or the name of a stage
     evidence: str
     advice: str
 
@@ -131,22 +139,41 @@ def diagnose(summary: Summary) -> Diagnosis:
     seconds = max(summary.seconds, 1e-9)
     waits, exchanges = summary.wait / seconds, summary.exchange_wait / seconds
     if exchanges >= _MATTERS and exchanges >= waits:
-        return _network(summary, exchanges)
+        return _other_ranks(summary, exchanges)
     if waits >= _MATTERS:
         return _loader(summary, waits)
     return _compute(summary)
 
 
-def _network(summary: Summary, share: float) -> Diagnosis:
+def _other_ranks(summary: Summary, share: float) -> Diagnosis:
     evidence = f"training waits for other ranks {share:.0%} of the time"
     exchange = summary.exchange
+    late = 0.0 if exchange is None else exchange.late / summary.exchange_wait
+    if exchange is not None and exchange.last and late >= _MOSTLY_LATE:
+        evidence += f", {late:.0%} of it until the last of them comes"
+        return _straggler(exchange, evidence)
     if exchange is None or exchange.synchronous:
-        advice = "let ranks step by themselves: MQGNNStrategy() without period=1, max_staleness=0"
+        advice = _STEP_ALONE
     elif not exchange.lossy:
         advice = "send half as many bytes: MQGNNStrategy(exchange_dtype=torch.bfloat16)"
     else:
         advice = f"exchange less often: MQGNNStrategy(max_staleness={2 * exchange.max_staleness}, max_period=128)"
     return Diagnosis("network", evidence, advice)
+
+
+def _straggler(exchange: ExchangeSummary, evidence: str) -> Diagnosis:
+    rank, times = max(exchange.last.items(), key=lambda item: item[1])
+    often = times / sum(exchange.last.values())
+    if exchange.synchronous:
+        advice = _STEP_ALONE
+    elif often >= _ALWAYS_LAST:
+        evidence += f": rank {rank} in {often:.0%} of the exchanges"
+        advice = f"give rank {rank} the processors, the disk and the device that the others have"
+    elif max(exchange.staleness, default=0) >= exchange.max_staleness:
+        advice = f"let ranks be further apart: MQGNNStrategy(max_staleness={2 * exchange.max_staleness})"
+    else:
+        advice = "let ranks meet less often: Trainer(check_val_every_n_epoch=2)"
+    return Diagnosis("straggler", evidence, advice)
 
 
 def _loader(summary: Summary, share: float) -> Diagnosis:

@@ -1,7 +1,8 @@
 """How ranks share what they learn; over `torch.distributed` alone, of use in any training loop.
 
 `gradients` exchanges in lock-step, `windows` asynchronously; `exchange` is what a loop calls, `settings` what it can
-choose, `period` what decides the length of windows. `replicas` makes everything else alike.
+choose, `period` what decides the length of windows, `arrivals` what tells a slow network from a slow rank. `replicas`
+makes everything else alike.
 """
 
 from lightning_mqgnn.racom.exchange import RaCoMExchange

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_mqgnn.racom.arrivals import Arrivals
 from lightning_mqgnn.racom.gradients import GradientExchange
 from lightning_mqgnn.racom.period import PeriodController
 from lightning_mqgnn.racom.settings import RaCoM
@@ -82,6 +83,11 @@ class RaCoMExchange:
         return self.gradients.seconds + self.statistics.wait_seconds
 
     @property
+    def arrivals(self) -> Arrivals:
+        """How much of `seconds` went into waiting for the last rank, and which one that was."""
+        return self.gradients.arrivals
+
+    @property
     def bytes(self) -> int:
         """What this rank gave to collectives."""
         return self.gradients.bytes + self.statistics.bytes
@@ -100,7 +106,9 @@ class RaCoMExchange:
             self._listed = listed
             self._retire()
             parameters = _parameters(self._optimizers)
-            windows = ProgressExchange(parameters, self.settings, self._controller, self.statistics, self._group)
+            windows = ProgressExchange(
+                parameters, self.settings, self._controller, self.statistics, self.arrivals, self._group
+            )
             windows.load_momentum([self._momentum.get(parameter) for parameter in parameters])
             self._windows = windows
 

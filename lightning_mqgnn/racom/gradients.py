@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from lightning_mqgnn.racom.arrivals import Arrivals
+
 
 class GradientExchange:
     """Replaces the gradients of the parameters by their mean over all ranks.
@@ -17,16 +19,18 @@ class GradientExchange:
 
     A parameter that has no gradient on this rank counts as zero; one that has none on any rank keeps none, so that
     optimizers leave it alone (`DistributedDataParallel` needs `find_unused_parameters=True` for that). Which
-    parameters had one rides along in the same buffer.
+    parameters had one rides along in the same buffer, as does what `Arrivals` says.
 
     Attributes:
         seconds: Time spent in exchanges on this rank, with the wait for the slowest.
         bytes: What this rank gave to the all-reduce so far.
         exchanges: How often.
+        arrivals: How much of `seconds` went into waiting for the last rank, and which one that was.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        self.arrivals = Arrivals(group)
         self._layouts: dict[tuple[int, ...], list[_FlatBuffer]] = {}
         self.seconds = 0.0
         self.bytes = 0
@@ -44,15 +48,21 @@ class GradientExchange:
         began = time.perf_counter()
         layout = tuple(id(parameter) for parameter in parameters)
         if layout not in self._layouts:
-            self._layouts[layout] = _flat_buffers(parameters)
+            self._layouts[layout] = _flat_buffers(parameters, self.arrivals)
         buffers = self._layouts[layout]
         for buffer in buffers:
             buffer.collect(1.0 / world_size)
+        self.arrivals.write(buffers[0].slots)
+        joined = time.perf_counter()
         works = [dist.all_reduce(buffer.flat, group=self._group, async_op=True) for buffer in buffers]
         for buffer, work in zip(buffers, works, strict=True):
             work.wait()
-            buffer.spread()
             self.bytes += buffer.flat.nbytes
+        took = time.perf_counter() - joined
+        self.arrivals.count_wait(took, self.arrivals.read(buffers[0].slots))
+        self.arrivals.own_seconds = took
+        for buffer in buffers:
+            buffer.spread()
         self.exchanges += 1
         self.seconds += time.perf_counter() - began
 
@@ -62,13 +72,14 @@ class GradientExchange:
 
 
 class _FlatBuffer:
-    """The gradients of some parameters, end to end, and behind them a 1 for each parameter that had one."""
+    """The gradients of some parameters, end to end; behind them a 1 for each that had one, and room for `Arrivals`."""
 
-    def __init__(self, parameters: list[Parameter]) -> None:
+    def __init__(self, parameters: list[Parameter], num_slots: int) -> None:
         self._parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        *views, self._present = self.flat.split([*sizes, len(sizes)])
+        size = sum(sizes) + len(sizes) + num_slots
+        self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
+        *views, self._present, self.slots = self.flat.split([*sizes, len(sizes), num_slots])
         self._views = [view.view_as(parameter) for view, parameter in zip(views, parameters, strict=True)]
 
     def collect(self, factor: float) -> None:
@@ -97,8 +108,9 @@ class _FlatBuffer:
                 parameter.grad = view.clone()
 
 
-def _flat_buffers(parameters: Sequence[Parameter]) -> list[_FlatBuffer]:
+def _flat_buffers(parameters: Sequence[Parameter], arrivals: Arrivals) -> list[_FlatBuffer]:
     alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    return [_FlatBuffer(group) for group in alike.values()]
+    num_slots = [arrivals.num_slots(parameters[0].device), *([0] * len(alike))]
+    return [_FlatBuffer(group, number) for group, number in zip(alike.values(), num_slots, strict=False)]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_mqgnn.racom.arrivals import Arrivals
 from lightning_mqgnn.racom.period import PERIODS, PeriodController, needed_slot
 from lightning_mqgnn.racom.settings import RaCoM
 
@@ -52,11 +53,13 @@ class ExchangeStatistics:
 class _Window:
     """A window's way: closed, sent, arrived (its mean is known), applied; then its memory serves another one."""
 
-    def __init__(self, parameters: Sequence[Parameter], like: Tensor, wire_dtype: torch.dtype) -> None:
+    def __init__(self, parameters: Sequence[Parameter], like: Tensor, wire_dtype: torch.dtype, num_slots: int) -> None:
         # The snapshot of the parameters, then this rank's progress, then the correction of its parameters.
         self.own = torch.empty_like(like)
         self.views = _views(self.own, parameters)
-        self.wire = torch.empty(like.numel() + _TAIL, dtype=wire_dtype, device=like.device)
+        size = like.numel()
+        self.wire = torch.empty(size + _TAIL + num_slots, dtype=wire_dtype, device=like.device)
+        self.progress, self.tail, self.slots = self.wire.split([size, _TAIL, num_slots])
         self.ready = threading.Event()
         self.number = 0
         self.steps = 0
@@ -70,6 +73,7 @@ class _Window:
         self.own_seconds = 0.0
         self.step_seconds = 0.0
         self.sent_at = 0.0
+        self.exchange_seconds = math.inf
         self.delta = 0.0
         self.needed = 0
         self.snapshot: torch.cuda.Event | None = None
@@ -105,6 +109,7 @@ class ProgressExchange:
         settings: `warmup` and `drain_each_epoch` are the caller's business; so is a `momentum` of None.
         controller: Decides the periods, here fed with what was exchanged.
         statistics: Here counted on.
+        arrivals: Here counted on.
         group: A process group that nothing else uses while windows are in flight.
 
     Raises:
@@ -117,6 +122,7 @@ class ProgressExchange:
         settings: RaCoM,
         controller: PeriodController,
         statistics: ExchangeStatistics,
+        arrivals: Arrivals,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         devices = {parameter.device for parameter in parameters}
@@ -126,6 +132,7 @@ class ProgressExchange:
         self.parameters = list(parameters)
         self._controller = controller
         self._statistics = statistics
+        self._arrivals = arrivals
         self._settings = settings
         assert settings.momentum is not None
         self._momentum = settings.momentum
@@ -163,7 +170,6 @@ class ProgressExchange:
         self._arrived: dict[int, _Window] = {}
         self._num_finished = 0
         self._last_arrival = 0.0
-        self._exchange_seconds = 0.0
 
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -297,7 +303,9 @@ class ProgressExchange:
             began = time.perf_counter()
             window.ready.wait()
             self._raise_failure()
-            self._statistics.wait_seconds += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self._statistics.wait_seconds += waited
+            self._arrivals.count_wait(waited, window.exchange_seconds)
         del self._in_flight[0]
         if window.finished is not None:
             torch.cuda.current_stream(self._device).wait_event(window.finished)
@@ -332,7 +340,8 @@ class ProgressExchange:
                 del self._free[i]
                 break
         else:
-            window = _Window(self.parameters, self._anchor, wire_dtype)
+            num_slots = self._arrivals.num_slots(self._device)
+            window = _Window(self.parameters, self._anchor, wire_dtype, num_slots)
         window.ready.clear()
         window.discarded = window.wanted = False
         if window.finished is not None:
@@ -372,7 +381,7 @@ class ProgressExchange:
     def _send(self, window: _Window) -> None:
         if self._stream is not None and window.snapshot is not None:
             self._stream.wait_event(window.snapshot)
-        own, payload = window.own, window.wire[:-_TAIL]
+        own, payload = window.own, window.progress
         lossy = payload.dtype != own.dtype
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         # theta_i less the anchor, less progress that is on its way already; but with the corrections which the anchor
@@ -402,9 +411,10 @@ class ProgressExchange:
                 window.closed_at,
             )
         slots = [0.0] * len(PERIODS)
-        slots[needed_slot(self._exchange_seconds, window.own_seconds, window.step_seconds)] = 1.0
+        slots[needed_slot(self._arrivals.own_seconds, window.own_seconds, window.step_seconds)] = 1.0
         shared = [0.0, 0.0] if window.discarded else [1.0, squared_norm]
-        window.wire[-_TAIL:].copy_(torch.tensor([*shared, *slots], dtype=torch.float64))
+        window.tail.copy_(torch.tensor([*shared, *slots], dtype=torch.float64))
+        self._arrivals.write(window.slots)
         self._unfinished[window.number] = window
         window.sent_at = time.perf_counter()
         self._statistics.bytes += window.wire.nbytes
@@ -417,7 +427,7 @@ class ProgressExchange:
         if self._stream is not None:
             work.wait()  # lets this stream wait for the collective's
         now = time.perf_counter()
-        self._exchange_seconds = now - max(window.sent_at, self._last_arrival)
+        self._arrivals.own_seconds = now - max(window.sent_at, self._last_arrival)
         self._last_arrival = now
         self._arrived[window.number] = window
         self._finish_arrived()
@@ -440,7 +450,8 @@ class ProgressExchange:
 
     def _finish(self, window: _Window) -> None:
         """The outer step, from the sum of all ranks' progress."""
-        weight, squares, *slots = window.wire[-_TAIL:].double().tolist()
+        weight, squares, *slots = window.tail.double().tolist()
+        window.exchange_seconds = self._arrivals.read(window.slots)
         finite_ranks = max(round(weight), 1)
         momentum, lr = (self._momentum, self._settings.outer_lr) if window.share else (0.0, 1.0)
         kept = momentum**window.share
@@ -449,7 +460,7 @@ class ProgressExchange:
         for part in self._parts():
             anchor, own = self._anchor[part], window.own[part]
             step = self._scratch[: anchor.numel()]
-            step.copy_(window.wire[part]).div_(finite_ranks)
+            step.copy_(window.progress[part]).div_(finite_ranks)
             norms[0] += step.dot(step)
             if momentum:
                 velocity = self._velocity[part]

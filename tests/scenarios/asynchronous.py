@@ -183,3 +183,17 @@ def slow_network(strategy: str, folder: Path) -> dict[str, Any]:
     finally:
         dist.all_reduce = all_reduce
     return {**outcome, "diagnosis": monitor.diagnosis, "summary": monitor.summary}
+
+
+@scenario
+def slow_rank(strategy: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 takes 50 ms longer for each step; a monitor watches."""
+
+    class Slow(Sage):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.05 * self.global_rank)
+            return super().training_step(batch, batch_idx)
+
+    monitor = PipelineMonitor(timeline_batches=0)
+    outcome = fit(Slow(adamw), strategy, callbacks=[monitor], default_root_dir=folder / "slow_rank")
+    return {**outcome, "diagnosis": monitor.diagnosis}
