@@ -28,19 +28,19 @@ class Arrivals:
         self.late_seconds = 0.0
         self.last: Counter[int] = Counter()
 
-    def num_slots(self, device: torch.device) -> int:
+    def num_times(self, device: torch.device) -> int:
         """How many numbers ride along in a buffer on `device`."""
         return self._num_ranks if device.type == "cpu" else 0
 
-    def write(self, slots: Tensor) -> None:
-        """Put this rank's time into its place of what will be summed: floating point, (`num_slots`,)."""
-        if len(slots):
-            slots.zero_()
-            slots[self._rank] = self.own_seconds
+    def write(self, times: Tensor) -> None:
+        """Put this rank's time into its place of what will be summed: floating point, (`num_times`,)."""
+        if len(times):
+            times.zero_()
+            times[self._rank] = self.own_seconds
 
-    def read(self, slots: Tensor) -> float:
-        """Take in the sum of all ranks' `slots`, and return what an exchange itself takes: seconds, inf if unknown."""
-        seconds: list[float] = slots.tolist()
+    def read(self, times: Tensor) -> float:
+        """Take in the sum of all ranks' `times`, and return what an exchange itself takes: seconds, inf if unknown."""
+        seconds: list[float] = times.tolist()
         least = min(seconds, default=0.0)
         if least == 0:  # of a rank that has not measured yet
             return math.inf

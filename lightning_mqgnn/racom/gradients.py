@@ -52,14 +52,14 @@ class GradientExchange:
         buffers = self._layouts[layout]
         for buffer in buffers:
             buffer.collect(1.0 / world_size)
-        self.arrivals.write(buffers[0].slots)
+        self.arrivals.write(buffers[0].times)
         joined = time.perf_counter()
         works = [dist.all_reduce(buffer.flat, group=self._group, async_op=True) for buffer in buffers]
         for buffer, work in zip(buffers, works, strict=True):
             work.wait()
             self.bytes += buffer.flat.nbytes
         took = time.perf_counter() - joined
-        self.arrivals.count_wait(took, self.arrivals.read(buffers[0].slots))
+        self.arrivals.count_wait(took, self.arrivals.read(buffers[0].times))
         self.arrivals.own_seconds = took
         for buffer in buffers:
             buffer.spread()
@@ -74,12 +74,12 @@ class GradientExchange:
 class _FlatBuffer:
     """The gradients of some parameters, end to end; behind them a 1 for each that had one, and room for `Arrivals`."""
 
-    def __init__(self, parameters: list[Parameter], num_slots: int) -> None:
+    def __init__(self, parameters: list[Parameter], num_times: int) -> None:
         self._parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
-        size = sum(sizes) + len(sizes) + num_slots
+        size = sum(sizes) + len(sizes) + num_times
         self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
-        *views, self._present, self.slots = self.flat.split([*sizes, len(sizes), num_slots])
+        *views, self._present, self.times = self.flat.split([*sizes, len(sizes), num_times])
         self._views = [view.view_as(parameter) for view, parameter in zip(views, parameters, strict=True)]
 
     def collect(self, factor: float) -> None:
@@ -112,5 +112,5 @@ def _flat_buffers(parameters: Sequence[Parameter], arrivals: Arrivals) -> list[_
     alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    num_slots = [arrivals.num_slots(parameters[0].device), *([0] * len(alike))]
-    return [_FlatBuffer(group, number) for group, number in zip(alike.values(), num_slots, strict=False)]
+    num_times = [arrivals.num_times(parameters[0].device), *([0] * len(alike))]
+    return [_FlatBuffer(group, number) for group, number in zip(alike.values(), num_times, strict=False)]

@@ -53,13 +53,13 @@ class ExchangeStatistics:
 class _Window:
     """A window's way: closed, sent, arrived (its mean is known), applied; then its memory serves another one."""
 
-    def __init__(self, parameters: Sequence[Parameter], like: Tensor, wire_dtype: torch.dtype, num_slots: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], like: Tensor, wire_dtype: torch.dtype, num_times: int) -> None:
         # The snapshot of the parameters, then this rank's progress, then the correction of its parameters.
         self.own = torch.empty_like(like)
         self.views = _views(self.own, parameters)
         size = like.numel()
-        self.wire = torch.empty(size + _TAIL + num_slots, dtype=wire_dtype, device=like.device)
-        self.progress, self.tail, self.slots = self.wire.split([size, _TAIL, num_slots])
+        self.wire = torch.empty(size + _TAIL + num_times, dtype=wire_dtype, device=like.device)
+        self.progress, self.tail, self.times = self.wire.split([size, _TAIL, num_times])
         self.ready = threading.Event()
         self.number = 0
         self.steps = 0
@@ -340,8 +340,8 @@ class ProgressExchange:
                 del self._free[i]
                 break
         else:
-            num_slots = self._arrivals.num_slots(self._device)
-            window = _Window(self.parameters, self._anchor, wire_dtype, num_slots)
+            num_times = self._arrivals.num_times(self._device)
+            window = _Window(self.parameters, self._anchor, wire_dtype, num_times)
         window.ready.clear()
         window.discarded = window.wanted = False
         if window.finished is not None:
@@ -414,7 +414,7 @@ class ProgressExchange:
         slots[needed_slot(self._arrivals.own_seconds, window.own_seconds, window.step_seconds)] = 1.0
         shared = [0.0, 0.0] if window.discarded else [1.0, squared_norm]
         window.tail.copy_(torch.tensor([*shared, *slots], dtype=torch.float64))
-        self._arrivals.write(window.slots)
+        self._arrivals.write(window.times)
         self._unfinished[window.number] = window
         window.sent_at = time.perf_counter()
         self._statistics.bytes += window.wire.nbytes
@@ -451,7 +451,7 @@ class ProgressExchange:
     def _finish(self, window: _Window) -> None:
         """The outer step, from the sum of all ranks' progress."""
         weight, squares, *slots = window.tail.double().tolist()
-        window.exchange_seconds = self._arrivals.read(window.slots)
+        window.exchange_seconds = self._arrivals.read(window.times)
         finite_ranks = max(round(weight), 1)
         momentum, lr = (self._momentum, self._settings.outer_lr) if window.share else (0.0, 1.0)
         kept = momentum**window.share
