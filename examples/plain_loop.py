@@ -10,6 +10,8 @@ from torch_geometric.nn import SAGEConv
 
 from lightning_mqgnn import MQGNNDataModule, RaCoM, RaCoMExchange, synthetic_graph
 
+EPOCHS = 3
+
 
 class SAGE(torch.nn.Module):
     """Two GraphSAGE layers."""
@@ -35,8 +37,9 @@ def main() -> None:
     loader = datamodule.train_dataloader()
     model = SAGE(data.num_features, int(data.y.max()) + 1)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    exchange = RaCoMExchange([optimizer], RaCoM(warmup=len(loader) // 4), dist.new_group())
-    for epoch in range(3):
+    warmup = RaCoM().warmup_steps(len(loader), EPOCHS * len(loader))
+    exchange = RaCoMExchange([optimizer], RaCoM(warmup=warmup), dist.new_group())
+    for epoch in range(EPOCHS):
         for batch in loader:
             logits = model(batch.x, batch.edge_index)[: batch.batch_size]
             optimizer.zero_grad()

@@ -374,7 +374,7 @@ def test_runs_repeat_bit_by_bit_where_arrival_is_fixed(asynchronous):
         outcome = asynchronous("racom", "repeated", rank)
         assert_equal(outcome["weights"], outcome["again"]["weights"])
         assert outcome["arrival"] == "fixed"
-        assert outcome["warmup"] == 2  # a tenth of its 20 steps
+        assert outcome["warmup"] == 3  # 15 % of its 20 steps
 
 
 @pytest.mark.parametrize("scenario", RESUMED)

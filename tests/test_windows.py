@@ -244,11 +244,11 @@ def test_a_forced_drain_is_the_plain_mean(tmp_path):
     ("warmup", "steps_per_epoch", "total_steps", "steps"),
     [
         (None, 100, 1000, 25),  # a quarter of an epoch
-        (None, 12, 1000, 8),  # but a window
-        (None, 12, 50, 5),  # but a tenth of the run
+        (None, 12, 1000, 24),  # but three windows
+        (None, 12, 40, 6),  # but 15 % of the run
         (None, 10_000, 100_000, 500),
         (None, math.inf, math.inf, 500),
-        (None, math.inf, 1000, 100),
+        (None, math.inf, 1000, 150),
         (3, 100, 1000, 3),
         (0, 100, 1000, 0),
     ],

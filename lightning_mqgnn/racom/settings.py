@@ -7,7 +7,8 @@ import torch
 
 # Of the warm-up in lock-step. Measured: docs/consistency.md
 _WARMUP_EPOCHS = 0.25
-_WARMUP_SHARE = 0.1  # of all optimizer steps
+_WARMUP_WINDOWS = 3
+_WARMUP_SHARE = 0.15  # of all optimizer steps
 _MOST_WARMUP = 500  # optimizer steps
 
 
@@ -83,13 +84,14 @@ class RaCoM:
         return self.period == 1 and self.max_staleness == 0
 
     def warmup_steps(self, steps_per_epoch: float, total_steps: float) -> int:
-        """`warmup`; if None, a quarter of an epoch or a window, but at most 500 steps and a tenth of all `total_steps`.
+        """`warmup`; if None, a quarter of an epoch or three windows, at most 500 steps and 15 % of `total_steps`.
 
         Both may be infinite: then 500, or what the other one says.
         """
         if self.warmup is not None:
             return self.warmup
-        return round(min(max(_WARMUP_EPOCHS * steps_per_epoch, self.period), _WARMUP_SHARE * total_steps, _MOST_WARMUP))
+        wanted = max(_WARMUP_EPOCHS * steps_per_epoch, _WARMUP_WINDOWS * self.period)
+        return round(min(wanted, _WARMUP_SHARE * total_steps, _MOST_WARMUP))
 
 
 def _check(name: str, value: object, valid: bool, wanted: str) -> None:
